@@ -1,0 +1,45 @@
+"""samestep: the same training on any set of devices."""
+
+__version__ = "0.1.0"
+
+from samestep import data, metrics, models, scratch
+from samestep.errors import (
+    BufferDiffers,
+    DatasetMissing,
+    DeviceDiffers,
+    DeviceError,
+    LossError,
+    NonFiniteLoss,
+    OptimizerError,
+    RemoteError,
+    SamestepError,
+    TeamError,
+    UsageError,
+    WorkerDied,
+)
+from samestep.launch import launch
+from samestep.team import Position, Team
+from samestep.trainer import Trainer
+
+__all__ = [
+    "BufferDiffers",
+    "DatasetMissing",
+    "DeviceDiffers",
+    "DeviceError",
+    "LossError",
+    "NonFiniteLoss",
+    "OptimizerError",
+    "Position",
+    "RemoteError",
+    "SamestepError",
+    "Team",
+    "TeamError",
+    "Trainer",
+    "UsageError",
+    "WorkerDied",
+    "data",
+    "launch",
+    "metrics",
+    "models",
+    "scratch",
+]

@@ -1,0 +1,67 @@
+"""The exceptions of samestep.
+
+    SamestepError
+    ├── UsageError (also a ValueError)   an argument that cannot be right
+    │   ├── DeviceError                  `devices=` names what is not here
+    │   └── OptimizerError               an optimizer that cannot be used
+    ├── DatasetMissing                   a dataset is not here and cannot be fetched
+    ├── LossError                        what the loss function returned cannot be used
+    │   └── NonFiniteLoss                NaN or inf; the weights were left untouched
+    ├── BufferDiffers                    an integer buffer differs between lanes
+    ├── TeamError                        the workers did not do the same things
+    ├── DeviceDiffers                    a device does not give the same bits as the others
+    ├── WorkerDied                       a worker ended by a signal or an exit
+    └── RemoteError                      an exception of the user's that cannot be pickled
+
+A message gives the argument, the constraint, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class SamestepError(Exception):
+    """The root: `except ss.SamestepError` catches all that samestep itself raises."""
+
+
+class UsageError(SamestepError, ValueError):
+    """An argument that cannot be right."""
+
+
+class DeviceError(UsageError):
+    """`devices=` names what is not here, or cannot be read."""
+
+
+class OptimizerError(UsageError):
+    """An optimizer that cannot be used, by name."""
+
+
+class DatasetMissing(SamestepError):
+    """A dataset is neither on this machine nor can it be fetched."""
+
+
+class LossError(SamestepError):
+    """What the loss function returned cannot be used."""
+
+
+class NonFiniteLoss(LossError):
+    """The loss of some lanes is NaN or inf; the step was not committed."""
+
+
+class BufferDiffers(SamestepError):
+    """An integer buffer of the model came out differently in different lanes."""
+
+
+class TeamError(SamestepError):
+    """The workers did not take the same steps, or did not build the same model."""
+
+
+class DeviceDiffers(SamestepError):
+    """A device does not give the same bits as the others."""
+
+
+class WorkerDied(SamestepError):
+    """A worker ended by a signal or by leaving the process."""
+
+
+class RemoteError(SamestepError):
+    """Stands for an exception raised in a worker that cannot be sent to the launcher as it is."""

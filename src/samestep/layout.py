@@ -1,0 +1,145 @@
+"""Where each number of a lane's result stands.
+
+    float32   gradient of each parameter, in registration order, each padded to 64 bytes
+    float64   gradients of float64 parameters
+              float buffers, multiplied by the lane's size
+              sums: loss, weight, size
+              for each parameter: in how many lanes it had a gradient
+              for each float buffer: in how many lanes it changed
+              for each element of a small integer buffer: by how much it grew, and the square of
+              that, which together tell whether all lanes agree
+              the loss of each lane, so that a NaN can be named
+
+A parameter without a gradient counts as absent. In a flat vector that is -0.0, the one number
+that changes nothing when it is added, not even the sign of a zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from samestep.errors import UsageError
+from samestep.exchange import Flat, Shape
+
+__all__ = ["ABSENT", "Layout", "Sums"]
+
+ABSENT = -0.0
+_ALIGN = 64
+_SMALL = 16  # elements: longer integer buffers (masks, positions) must stay as they are
+
+
+class Sums(NamedTuple):
+    """The scalars at the root."""
+
+    loss: float
+    weight: float
+    size: float
+
+
+class Layout:
+    """The layout for `model` as it is now: its parameters that want gradients, and its buffers."""
+
+    def __init__(self, model: nn.Module, lanes: int) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        for name, parameter in named:
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                raise UsageError(f"model: parameter {name!r} has dtype {parameter.dtype}")
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        buffers = list(model.named_buffers())
+        self.float_names = [name for name, buffer in buffers if buffer.is_floating_point()]
+        integers = [(name, b) for name, b in buffers if not b.is_floating_point()]
+        self.integer_names = [name for name, _ in integers]
+        self.is_small = [buffer.numel() <= _SMALL for _, buffer in integers]
+        self.lanes = lanes
+
+        self._places: list[tuple[bool, int, int]] = []
+        ends = [0, 0]
+        for parameter in self.parameters:
+            double = parameter.dtype in (torch.float64, torch.complex128)
+            count = parameter.numel() * (2 if parameter.is_complex() else 1)
+            self._places.append((double, ends[double], count))
+            step = _ALIGN // (8 if double else 4)
+            ends[double] += -(-count // step) * step
+
+        self.gradients_end = end = ends[1]
+        values = dict(buffers)
+        self._buffer_places: list[tuple[int, int]] = []
+        for name in self.float_names:
+            count = values[name].numel()
+            self._buffer_places.append((end, count))
+            end += count
+
+        def span(count: int) -> slice:
+            nonlocal end
+            end += count
+            return slice(end - count, end)
+
+        self.sums = span(3)
+        self.presence = span(len(self.parameters))
+        self.changed = span(len(self.float_names))
+        small = sum(b.numel() for (_, b), s in zip(integers, self.is_small, strict=True) if s)
+        self.grown, self.grown_squared = span(small), span(small)
+        self.lane_losses = span(lanes)
+        self.shape = Shape(ends[0], end)
+
+    def is_for(self, model: nn.Module) -> bool:
+        """Whether it still fits: the same parameters want gradients."""
+        wanted = (p for p in model.parameters() if p.requires_grad)
+        held = iter(self.parameters)
+        return all(p is next(held, None) for p in wanted) and next(held, None) is None
+
+    def gradients(self, flat: Flat) -> list[torch.Tensor]:
+        """One view for each parameter, real and in its shape."""
+        views = []
+        for parameter, (double, start, count) in zip(self.parameters, self._places, strict=True):
+            shape = parameter.shape + ((2,) if parameter.is_complex() else ())
+            views.append(flat[double][start : start + count].view(shape))
+        return views
+
+    def float_buffers(self, flat: Flat) -> list[torch.Tensor]:
+        """One flat view for each float buffer."""
+        return [flat.f64[start : start + count] for start, count in self._buffer_places]
+
+    def describe(self) -> str:
+        """A digest of names, shapes and types: what all workers must agree on."""
+        digest = hashlib.sha256(str(self.lanes).encode())
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        for name in (*self.float_names, *self.integer_names):
+            digest.update(f"{name}\n".encode())
+        return digest.hexdigest()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+    """Everything a fingerprint covers, by name and in a fixed order."""
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", parameter
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer
+    state = optimizer.state_dict()["state"]
+    for index in sorted(state):
+        for name in sorted(state[index]):
+            yield f"optimizer {index} {name}", state[index][name]
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 over parameters, buffers and optimizer state."""
+    digest = hashlib.sha256()
+    for name, value in tensors_of(model, optimizer):
+        if isinstance(value, torch.Tensor):
+            tensor = value.detach().cpu().contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy())
+        else:
+            digest.update(f"{name} {value!r}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""The user's function on its way to the workers: by value, large tensors through shared memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from mmap import ACCESS_COPY, mmap
+from typing import Any
+
+import cloudpickle
+import torch
+
+from samestep.processes import memory_file
+
+_LARGE_BYTES = 1 << 16
+_ALIGN = 64
+
+
+def pack(value: Any) -> int:
+    """Pickle `value` into a memory file: the pickle, then the tensors it refers to.
+
+    Functions and classes of `__main__` and of notebooks go by value. A worker maps the file
+    copy-on-write: it may change its tensors, and what nobody changes is in memory once.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    head = pickle.dumps((len(stream.getbuffer()), pickler.places))
+    start = _aligned(8 + len(head) + len(stream.getbuffer()))
+    fd = memory_file(start + pickler.size, "samestep-payload")
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head + stream.getbuffer())
+        for tensor, (offset, _, _) in zip(pickler.tensors, pickler.places, strict=True):
+            file.seek(start + offset)
+            file.write(tensor.flatten().view(torch.uint8).numpy())
+    return fd
+
+
+def unpack(fd: int) -> Any:
+    """What was packed."""
+    memory = mmap(fd, 0, access=ACCESS_COPY)
+    head_end = 8 + int.from_bytes(memory[:8], "little")
+    size, places = pickle.loads(memory[8:head_end])
+    start = _aligned(head_end + size)
+    return _Unpickler(io.BytesIO(memory[head_end : head_end + size]), memory, start, places).load()
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGN) * _ALIGN
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.tensors: list[torch.Tensor] = []
+        self.places: list[tuple[int, torch.dtype, torch.Size]] = []
+        self.size = 0
+        self._seen: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        plain = type(value) is torch.Tensor and not value.requires_grad and not value.is_sparse
+        if not plain or value.device.type != "cpu" or value.nbytes < _LARGE_BYTES:
+            return None
+        if id(value) not in self._seen:
+            self._seen[id(value)] = len(self.tensors)
+            self.places.append((self.size, value.dtype, value.shape))
+            self.tensors.append(value.contiguous())
+            self.size += _aligned(value.nbytes)
+        return self._seen[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, memory: mmap, start: int, places: Any) -> None:
+        super().__init__(stream)
+        self._memory, self._start, self._places = memory, start, places
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        if number not in self._made:
+            offset, dtype, shape = self._places[number]
+            self._made[number] = torch.frombuffer(
+                self._memory, dtype=dtype, count=shape.numel(), offset=self._start + offset
+            ).view(shape)
+        return self._made[number]

@@ -1,0 +1,134 @@
+"""Thin pieces of POSIX: memory without a name, messages with file descriptors, dying together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import tempfile
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+_MAX_FDS = 8
+
+
+def memory_file(size: int, name: str = "samestep") -> int:
+    """A descriptor of `size` bytes of memory that processes can share.
+
+    It has no name anywhere: when the last process that holds it is gone, so is the memory, however
+    that process ended. Pages that nobody touches cost nothing.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    else:
+        with tempfile.NamedTemporaryFile(prefix=name) as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which started it, is gone (Linux)."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Channel:
+    """Messages over a Unix socket: any pickle, with file descriptors beside it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._bytes = bytearray()
+        self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+        """Send one message; the descriptors stay open here and arrive as new ones there."""
+        body = pickle.dumps((len(fds), message), protocol=pickle.HIGHEST_PROTOCOL)
+        head = _HEADER.pack(len(body))
+        if fds:
+            socket.send_fds(self._socket, [head], list(fds))
+        else:
+            self._socket.sendall(head)
+        self._socket.sendall(body)
+
+    def receive(self) -> tuple[Any, tuple[int, ...]]:
+        """Wait for one message. EOFError: the other end is gone."""
+        while (message := self._take()) is None:
+            self._read(0)
+        return message
+
+    def ready(self) -> list[tuple[Any, tuple[int, ...]]]:
+        """The messages that have arrived whole, after the socket was seen to be readable.
+
+        Never waits, so a process stopped in the middle of a message cannot hold the caller up.
+        """
+        self._read(socket.MSG_DONTWAIT)
+        messages = []
+        while (message := self._take()) is not None:
+            messages.append(message)
+        return messages
+
+    def _read(self, flags: int) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS, flags)
+        except (BlockingIOError, InterruptedError):
+            return
+        except ConnectionError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        self._fds += fds
+        self._bytes += data
+
+    def _take(self) -> tuple[Any, tuple[int, ...]] | None:
+        if len(self._bytes) < _HEADER.size:
+            return None
+        end = _HEADER.size + _HEADER.unpack_from(self._bytes)[0]
+        if len(self._bytes) < end:
+            return None
+        count, message = pickle.loads(self._bytes[_HEADER.size : end])
+        del self._bytes[:end]
+        fds, self._fds = tuple(self._fds[:count]), self._fds[count:]
+        return message, fds
+
+
+def channels() -> tuple[Channel, Channel]:
+    """Two ends of a new channel."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(left), Channel(right)
+
+
+def describe_exit(status: int) -> str:
+    """What a wait status says, in words."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        likely = {
+            signal.SIGKILL: "killed from outside, or by the kernel for want of memory",
+            signal.SIGSEGV: "a crash in native code",
+            signal.SIGABRT: "native code gave up",
+            signal.SIGBUS: "a file or memory mapping shrank, or the memory ran out",
+            signal.SIGTERM: "asked to end from outside",
+        }.get(number, "")
+        return f"was ended by {name}" + (f" ({likely})" if likely else "")
+    return f"left with exit status {os.waitstatus_to_exitcode(status)} (os._exit in your code?)"

@@ -1,0 +1,228 @@
+"""Lanes' results: writing one into a flat vector, and reading the root.
+
+Every lane starts from the committed buffers. What a lane makes of them goes into its result, and
+the buffers get their committed values back, so that no lane sees another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from samestep.errors import BufferDiffers, LossError
+from samestep.exchange import Exchange, Flat, Shape
+from samestep.layout import ABSENT, Layout, as_real
+
+
+class Scratch:
+    """A worker's own buffers, made when first asked for."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._made: list[Flat] = []
+
+    def __call__(self, number: int) -> Flat:
+        while number >= len(self._made):
+            self._made.append(Flat.empty(self._shape, self._device))
+        return self._made[number]
+
+
+class Results:
+    """What a trainer holds for one layout: the exchange, buffers, and views into them."""
+
+    def __init__(
+        self, layout: Layout, model: nn.Module, exchange: Exchange, device: torch.device
+    ) -> None:
+        self.layout, self.exchange = layout, exchange
+        self.scratch = Scratch(layout.shape, device)
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._root = Flat.empty(layout.shape, device)
+        self._root_views = layout.gradients(self._root)
+        # A lane's float64 numbers other than gradients, at their places.
+        self._sums = Flat.empty(Shape(0, layout.shape.f64), device)
+        self._averaged = layout.float_buffers(self._sums)
+        self._floats = _Buffers(model, layout.float_names)
+        self._integers = _Buffers(model, layout.integer_names)
+
+    # One lane
+
+    def begin(self) -> None:
+        """Before a step's first lane: what the user's code did to the buffers counts."""
+        self._floats.refresh()
+        self._integers.refresh()
+
+    def write(
+        self, flat: Flat, add: bool, lane: int, loss: torch.Tensor, weight: torch.Tensor, size: int
+    ) -> None:
+        """Write a lane's result to `flat`, or add it to what is there; reset the buffers."""
+        present = self._write_gradients(flat, add)
+        self._take_sums(lane, loss, weight, size, present)
+        if self._floats.names:
+            self._take_floats(size)
+        if self._integers.names:
+            self._take_integers()
+        start = self.layout.gradients_end
+        target, source = flat.f64[start:], self._sums.f64[start:]
+        target.add_(source) if add else target.copy_(source)
+
+    def _write_gradients(self, flat: Flat, add: bool) -> list[bool]:
+        grads = [parameter.grad for parameter in self.layout.parameters]
+        present = [grad is not None for grad in grads]
+        views = self._views_of(flat)
+        targets = [view for view, here in zip(views, present, strict=True) if here]
+        sources = [as_real(grad) for grad in grads if grad is not None]
+        if any(source.is_sparse for source in sources):
+            raise LossError("loss: gave a sparse gradient; use sparse=False in the embedding")
+        if targets:
+            put = torch._foreach_add_ if add else torch._foreach_copy_
+            put(targets, sources)  # type: ignore[operator]
+        if not add and not all(present):
+            for view, here in zip(views, present, strict=True):
+                if not here:
+                    view.fill_(ABSENT)
+        return present
+
+    def _take_sums(
+        self, lane: int, loss: torch.Tensor, weight: torch.Tensor, size: int, present: list[bool]
+    ) -> None:
+        layout, sums = self.layout, self._sums.f64
+        loss = loss.to(torch.float64)
+        sums[layout.sums] = torch.stack([loss, weight, weight.new_tensor(size)])
+        sums[layout.presence] = weight.new_tensor(present)
+        sums[layout.lane_losses] = ABSENT
+        sums[layout.lane_losses.start + lane] = loss
+
+    def _take_floats(self, size: int) -> None:
+        changed = self._floats.changed()
+        for target, buffer in zip(self._averaged, self._floats.current(), strict=True):
+            torch.mul(buffer.flatten().to(torch.float64), size, out=target)
+        self._sums.f64[self.layout.changed] = self._sums.f64.new_tensor(changed)
+        self._floats.restore(changed)
+
+    def _take_integers(self) -> None:
+        changed, grown = self._integers.changed(), []
+        for i, small in enumerate(self.layout.is_small):
+            if small:
+                committed, current = self._integers.committed[i], self._integers.current()[i]
+                grown.append((current.to(torch.int64) - committed.to(torch.int64)).flatten())
+            elif changed[i]:
+                raise BufferDiffers(
+                    f"model: a lane changed the integer buffer {self.layout.integer_names[i]!r}, "
+                    "which is too long to be compared between lanes; keep it constant, or make it "
+                    "a float buffer (these are averaged)"
+                )
+        if grown:
+            values = torch.cat(grown).to(torch.float64)
+            self._sums.f64[self.layout.grown] = values
+            self._sums.f64[self.layout.grown_squared] = values.square()
+        self._integers.restore(changed)
+
+    # The root
+
+    def agreed_growth(self, tail: torch.Tensor, results: int) -> list[torch.Tensor | None]:
+        """By how much each small integer buffer grew, in all lanes alike."""
+        total, squares = tail[self.layout.grown], tail[self.layout.grown_squared]
+        # All values are equal exactly if their variance is zero.
+        agree = (squares * results == total.square()).tolist()
+        growth: list[torch.Tensor | None] = []
+        place = 0
+        for name, small, committed in zip(
+            self.layout.integer_names, self.layout.is_small, self._integers.committed, strict=True
+        ):
+            if not small:
+                growth.append(None)
+                continue
+            end = place + committed.numel()
+            if not all(agree[place:end]):
+                raise BufferDiffers(
+                    f"model: the integer buffer {name!r} came out differently in different lanes, "
+                    "so there is no one value to go on with; make it a float buffer (these are "
+                    "averaged), or let every lane leave the same value"
+                )
+            growth.append((total[place:end] / results).view(committed.shape))
+            place = end
+        return growth
+
+    def give_gradients(self, total: Flat, weight: float, tail: torch.Tensor) -> None:
+        """`.grad` of each parameter from the root: one division, by the global weight."""
+        end = self.layout.gradients_end
+        torch.div(total.f32, weight, out=self._root.f32)
+        torch.div(total.f64[:end], weight, out=self._root.f64[:end])
+        present = tail[self.layout.presence].tolist()
+        for parameter, view, here in zip(
+            self.layout.parameters, self._root_views, present, strict=True
+        ):
+            if not here:
+                parameter.grad = None
+                continue
+            grad = torch.view_as_complex(view) if parameter.is_complex() else view
+            parameter.grad = grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
+
+    def commit_buffers(
+        self, total: Flat, tail: torch.Tensor, size: float, growth: list[torch.Tensor | None]
+    ) -> None:
+        """Float buffers become the average over all samples, integer ones what all agreed on."""
+        changed = tail[self.layout.changed].tolist()
+        averages = self.layout.float_buffers(total)
+        for i, (average, count) in enumerate(zip(averages, changed, strict=True)):
+            if count:
+                self._floats.commit(i, average / size)
+        for i, grown in enumerate(growth):
+            if grown is not None and grown.count_nonzero():
+                committed = self._integers.committed[i]
+                self._integers.commit(i, committed + grown.to(committed.device))
+
+    def _views_of(self, flat: Flat) -> list[torch.Tensor]:
+        key = flat.f64.data_ptr()
+        if key not in self._views:
+            self._views[key] = self.layout.gradients(flat)
+        return self._views[key]
+
+
+class _Buffers:
+    """Some of a model's buffers, with the values they were committed with."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.names = names
+        owners = [name.rpartition(".") for name in names]
+        self._places = [(model.get_submodule(path), key) for path, _, key in owners]
+        self._tensors = self.current()
+        self.committed = [tensor.detach().clone() for tensor in self._tensors]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def current(self) -> list[torch.Tensor]:
+        return [getattr(module, key) for module, key in self._places]
+
+    def changed(self) -> list[bool]:
+        """Whether each was written to, or replaced, since it was last committed or restored."""
+        return [
+            now is not tensor or tensor._version != version
+            for now, tensor, version in zip(
+                self.current(), self._tensors, self._versions, strict=True
+            )
+        ]
+
+    def refresh(self) -> None:
+        """Take the present values as the committed ones."""
+        for i, here in enumerate(self.changed()):
+            if here:
+                self._tensors[i] = self.current()[i]
+                self.committed[i] = self._tensors[i].detach().clone()
+                self._versions[i] = self._tensors[i]._version
+
+    def restore(self, changed: list[bool]) -> None:
+        for i, here in enumerate(changed):
+            if here:
+                self._set(i)
+
+    def commit(self, i: int, value: torch.Tensor) -> None:
+        self.committed[i].copy_(value.view(self.committed[i].shape))
+        self._set(i)
+
+    def _set(self, i: int) -> None:
+        module, key = self._places[i]
+        with torch.no_grad():
+            self._tensors[i].copy_(self.committed[i])
+        if getattr(module, key) is not self._tensors[i]:
+            setattr(module, key, self._tensors[i])
+        self._versions[i] = self._tensors[i]._version

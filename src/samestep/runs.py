@@ -1,0 +1,59 @@
+"""A run's folder: its settings and result (run.json), and one line for each `team.log` (log.jsonl)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import samestep
+
+
+class RunFolder:
+    """Made by the launcher; an earlier run under the same name is kept beside it."""
+
+    def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
+        self.path = Path(path)
+        self.kept_as = _make_room(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._began = time.time()
+        self._record: dict[str, Any] = {
+            "samestep": samestep.__version__,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **settings,
+            "state": "running",
+        }
+        self._write()
+        (self.path / "log.jsonl").touch()
+
+    def log(self, values: dict[str, Any]) -> None:
+        with (self.path / "log.jsonl").open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def finish(self, state: str, **result: Any) -> None:
+        seconds = round(time.time() - self._began, 3)
+        self._record |= {"state": state, "seconds": seconds, **result}
+        self._write()
+
+    def _write(self) -> None:
+        beside = self.path / "run.json.new"
+        beside.write_text(json.dumps(self._record, indent=2, default=str) + "\n")
+        os.replace(beside, self.path / "run.json")
+
+
+def _make_room(path: Path) -> Path | None:
+    """Rename an earlier run's folder to the first free number after its name."""
+    if not (path / "run.json").exists():
+        return None
+    number = 1
+    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(kept)
+    return kept
