@@ -43,3 +43,8 @@ __all__ = [
     "models",
     "scratch",
 ]
+
+for _error in list(globals().values()):
+    # Tracebacks then say samestep.WorkerDied, which is how users know it.
+    if isinstance(_error, type) and issubclass(_error, SamestepError):
+        _error.__module__ = __name__

@@ -1,0 +1,210 @@
+"""The command line: `samestep devices | train | run | prove | demo`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from samestep import models
+from samestep.devices import describe, inventory
+from samestep.errors import DatasetMissing, SamestepError, UsageError
+from samestep.launch import Overrides, launch, overridden
+from samestep.prove import holds, model_job, prove, run_script, script_job
+
+app = typer.Typer(
+    help="The same training on any set of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Enum("Model", {name: name for name in models.MODELS})  # type: ignore[misc]
+Data = Enum("Data", {name: name for name in models.DATA})  # type: ignore[misc]
+Precision = Enum("Precision", {"fp32": "fp32", "bf16": "bf16"})
+
+Devices = Annotated[
+    str, typer.Option(help="all, a number, or terms such as cuda:1, cpu, 3xcpu, cpu@0.25")
+]
+Lanes = Annotated[int, typer.Option(help="Parts of a global batch; part of the result.")]
+Seed = Annotated[int, typer.Option(help="Decides every random number.")]
+
+
+@app.command("devices")
+def devices_() -> None:
+    """List the devices of this machine and which of them give the same bits."""
+    table = Table("device", "name", "memory", "cores", "numerics class")
+    for row in describe(inventory()):
+        table.add_row(*row.values())
+    Console().print(table)
+
+
+@app.command()
+def train(
+    model: Annotated[Model, typer.Argument(help="The network.")],
+    devices: Devices = "all",
+    batch_size: Annotated[int, typer.Option(help="Samples of a step, on all devices together.")] = 256,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.2,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 10,
+    lanes: Lanes = 8,
+    seed: Seed = 0,
+    run: Annotated[
+        Path | None, typer.Option(help="Folder for results; runs/MODEL unless given.")
+    ] = None,
+    data: Annotated[Data, typer.Option(help="The dataset.")] = Data["fashion-mnist"],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with its .gz files.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Train on the first ones only.")] = None,
+    precision: Annotated[Precision, typer.Option(help="bf16 runs under autocast.")] = Precision.fp32,
+    compile: Annotated[bool, typer.Option(help="Compile with torch.compile.")] = False,
+    exact: Annotated[bool, typer.Option(help="Same bits on any devices.")] = True,
+) -> None:
+    """Train a network of the tutorials."""
+    run = run or Path("runs") / model.value
+    recipe = models.Recipe(
+        model=model.value,
+        data=data.value,
+        data_dir=str(data_dir) if data_dir else None,
+        batch_size=batch_size,
+        lr=lr,
+        epochs=epochs,
+        compile=compile,
+        precision=precision.value,
+        samples=samples,
+        save_to=str(run / "weights.safetensors"),
+    )
+    _train(recipe, run, devices, lanes=lanes, seed=seed, exact=exact)
+
+
+@app.command()
+def demo(
+    devices: Devices = "all",
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 10,
+) -> None:
+    """Train LeNet on Fashion-MNIST, or on drawn shapes where that cannot be had."""
+    run, data = Path("runs/demo"), "fashion-mnist"
+    try:
+        models.DATA[data](None)
+    except DatasetMissing as error:
+        print(f"Fashion-MNIST cannot be had here ({error}); training on drawn shapes instead.")
+        data = "shapes"
+    weights = str(run / "weights.safetensors")
+    recipe = models.Recipe(data=data, epochs=epochs, save_to=weights)
+    _train(recipe, run, devices)
+
+
+def _train(recipe: models.Recipe, run: Path, devices: str, **settings: Any) -> None:
+    # Here and not in the workers first, so that a download happens once and shows its progress.
+    training, test = models.DATA[recipe.data](recipe.data_dir)
+    if recipe.samples is not None and not 0 < recipe.samples <= len(training):
+        raise UsageError(f"--samples {recipe.samples}: must be from 1 to {len(training)}")
+    count = recipe.samples or len(training)
+    print(f"{recipe.model} on {recipe.data}: {count} images, {len(test)} for testing")
+    result = launch(models.train, devices=devices, run=run, args=(recipe,), **settings)
+    print(f"seconds per epoch  {result['seconds_per_epoch']:.2f} on average")
+    print(f"samples per second {result['samples_per_second']:,.0f}")
+    print(f"test accuracy      {result['accuracy']:.4f}")
+    print(f"devices            {result['devices']}")
+    print(f"fingerprint        {result['fingerprint']}")
+    print(f"results in         {run}")
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    script: Annotated[Path, typer.Argument(help="A script that calls samestep.launch.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Instead of the script's own.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Instead of the script's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the script's own.")] = None,
+) -> None:
+    """Run a script with its devices, lanes or seed given from outside (options before SCRIPT)."""
+    _check_script(script)
+    with overridden(Overrides(devices=devices, lanes=lanes, seed=seed)):
+        _show_only_the_script(script, arguments or [])
+
+
+@app.command("prove")
+def prove_(
+    what: Annotated[str, typer.Argument(help="A network of `train`, or a script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    lanes: Lanes = 8,
+    seed: Annotated[int | None, typer.Option(help="Instead of the script's own.")] = None,
+    steps: Annotated[int, typer.Option(help="How many steps to train.")] = 12,
+) -> None:
+    """Train on different devices and plans, and compare the fingerprints.
+
+    The control is trained with another number of lanes and must differ. Exits with 0 only if all
+    others are equal.
+    """
+    if steps < 1 or lanes < 1:
+        raise UsageError(f"--steps {steps} --lanes {lanes}: both must be at least 1")
+    if what in models.MODELS:
+        job = model_job(what, steps)
+    elif what.endswith(".py"):
+        _check_script(Path(what))
+        job = script_job(Path(what), arguments or [])
+    else:
+        raise UsageError(f"{what!r}: must be a script, or one of {', '.join(models.MODELS)}")
+    rows = []
+    table = Table("training", "devices", "lanes", "SHA-256 of weights, buffers, optimizer")
+    for row in prove(job, inventory(), lanes, seed, steps):
+        rows.append(row)
+        case = row.case
+        table.add_row(case.name, case.devices, str(case.lanes), "\n".join(row.fingerprints))
+    console = Console()
+    console.print(table, soft_wrap=not console.is_terminal)
+    if not holds(rows):
+        differs = rows[0].fingerprints != rows[1].fingerprints
+        print("NOT PROVED: " + ("the fingerprints differ" if differs else "the control is equal too"))
+        raise typer.Exit(1)
+    print(f"PROVED: {len(rows) - 1} trainings of {steps} steps gave the same bits; the control did not")
+
+
+def _check_script(script: Path) -> None:
+    if not script.is_file():
+        raise UsageError(f"{script}: there is no such script")
+
+
+def _show_only_the_script(script: Path, arguments: list[str]) -> None:
+    """A traceback begins where the script's own would."""
+    try:
+        run_script(script, arguments)
+    except SamestepError as error:
+        if not _script_frames(error, script):
+            raise
+        _print_from(error, script)
+    except Exception as error:
+        _print_from(error, script)
+
+
+def _script_frames(error: BaseException, script: Path) -> Any:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    return trace
+
+
+def _print_from(error: BaseException, script: Path) -> None:
+    traceback.print_exception(error.with_traceback(_script_frames(error, script)))
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point: an error of samestep's is one line, Ctrl-C is no traceback."""
+    try:
+        app()
+    except SamestepError as error:
+        print(f"samestep: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        print("samestep: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

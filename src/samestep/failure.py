@@ -6,6 +6,7 @@ Python prints one traceback, and the line that raised it stands last.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import pickle
 import sys
@@ -24,10 +25,14 @@ _OWN = str(Path(__file__).parent)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
+    """One line of a traceback; the columns are those that Python underlines."""
+
     file: str
     line: int
     name: str
     text: str
+    end_line: int
+    columns: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Failure:
     def capture(cls, error: BaseException) -> Failure:
         """Take the exception apart; samestep's own frames are left out."""
         frames = tuple(
-            Frame(summary.filename, summary.lineno or 1, summary.name, summary.line or "")
+            _frame(summary)
             for summary in traceback.extract_tb(error.__traceback__)
             if not summary.filename.startswith(_OWN)
         )
@@ -86,8 +91,20 @@ def _pickle(error: BaseException) -> bytes:
         return pickle.dumps(RemoteError(f"{name}: {error}"))
 
 
+def _frame(summary: traceback.FrameSummary) -> Frame:
+    line = summary.lineno or 1
+    return Frame(
+        summary.filename,
+        line,
+        summary.name,
+        summary.line or "",
+        summary.end_lineno or line,
+        (summary.colno or 0, summary.end_colno or 0),
+    )
+
+
 def _traceback(frames: tuple[Frame, ...]) -> TracebackType | None:
-    """Real traceback objects that show `frames`: each is made by raising at that very line."""
+    """Real traceback objects that show `frames`: each is made by raising at that very place."""
     linked: TracebackType | None = None
     for frame in reversed(frames):
         _remember(frame)
@@ -100,7 +117,12 @@ def _traceback(frames: tuple[Frame, ...]) -> TracebackType | None:
 
 
 def _raiser(frame: Frame) -> CodeType:
-    code = compile("\n" * (frame.line - 1) + "1/0", frame.file, "exec")
+    tree = ast.parse("1/0")
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.expr, ast.stmt)):
+            node.lineno, node.end_lineno = frame.line, frame.end_line
+            node.col_offset, node.end_col_offset = frame.columns
+    code = compile(tree, frame.file, "exec")
     return code.replace(co_name=frame.name, co_qualname=frame.name)
 
 

@@ -34,6 +34,7 @@ from samestep.worker import place
 
 __all__ = ["launch", "overridden"]
 
+_OWN = os.path.dirname(__file__)
 _TICK_S = 0.1
 _LEAVE_S = 30.0  # how long workers may take to leave after `main` has returned on all of them
 _READ = 1 << 16
@@ -291,8 +292,8 @@ class _Launch:
                 self._hear(number, message, fds)
         self._drain(number)
         self.console.end(number)
-        where = place(self._board, number, str(self._settings.devices[number]))
-        self._decide(number, Lost(exited, where, self._crash_report(number)))
+        lost = Lost(exited.status, place(self._board, number), self._crash_report(number))
+        self._decide(number, lost)
 
     # Starting
 
@@ -359,8 +360,12 @@ class _Launch:
     def _crash_report(self, number: int) -> str:
         """The Python stack that faulthandler left, for a worker that crashed."""
         fd = self._crashes[number]
-        size = os.fstat(fd).st_size
-        return os.pread(fd, size, 0).decode(errors="replace").strip() if size else ""
+        text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        _, _, stack = text.partition("Current thread")
+        lines = stack.partition("\n\n")[0].splitlines()[1:]
+        # Below the user's `main` there are only the frames that called it.
+        user = [line for line in lines if _OWN not in line and '"<string>"' not in line]
+        return "\n".join(["its Python stack, most recent call first:", *user]) if user else ""
 
     # Datasets held once
 

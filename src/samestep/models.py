@@ -157,5 +157,6 @@ def train(team: Team, recipe: Recipe) -> dict[str, Any]:
         "accuracy": accuracy,
         "seconds_per_epoch": sum(seconds) / max(len(seconds), 1),
         "samples_per_second": len(training) * len(seconds) / max(sum(seconds), 1e-9),
+        "devices": team.devices,
         "fingerprint": trainer.fingerprint(),
     }

@@ -14,7 +14,6 @@ from enum import Enum
 from samestep.devices import Device, NumericsClass, compare
 from samestep.errors import DeviceDiffers, SamestepError, TeamError, WorkerDied
 from samestep.failure import Failure
-from samestep.forkserver import Exited
 from samestep.messages import Claim, Done, Failed, Ready
 from samestep.processes import describe_exit
 
@@ -84,7 +83,7 @@ class Grant:
 class Lost:
     """An exit with what only the launcher can see: where the worker was, what it left behind."""
 
-    exited: Exited
+    status: int
     place: str
     report: str
 
@@ -173,12 +172,14 @@ def odd_one_out(
 
 
 def _lost(run: Run, number: int, event: Lost) -> tuple[Run, tuple[Instruction, ...]]:
-    was = run.members[number].state
+    device, was = run.members[number].device, run.members[number].state
     run = _change(run, number, state=State.GONE)
     if run.outcome is not None or was is State.DONE:
         # Workers leave one by one at the end; a late non-zero status changes no result.
         return run, ()
-    error = WorkerDied(f"{event.place} {describe_exit(event.exited.status)}")
+    error = WorkerDied(
+        f"worker {number} ({device}) {describe_exit(event.status)} at {event.place}"
+    )
     if event.report:
         error.add_note(event.report)
     return _stop(run, error)

@@ -97,6 +97,11 @@ class Team:
         return self._device.torch_device
 
     @property
+    def devices(self) -> str:
+        """All devices of the team, by name."""
+        return ", ".join(map(str, self._settings.devices))
+
+    @property
     def lanes(self) -> int:
         """The number of lanes a global batch is cut into."""
         return self._settings.lanes

@@ -62,7 +62,7 @@ def join(
         try:
             result = run_main(team, settings, main, args, kwargs)
         except Exception as error:
-            error.add_note(place(board, rank, str(mine)))
+            error.add_note(f"worker {rank} ({mine}), {place(board, rank)}")
             raise
         ends = _gather(tuple(team.fingerprints()))
         if exact and (differs := odd_one_out(ends, names)) is not None:

@@ -45,7 +45,8 @@ def run(order: Order, fds: tuple[int, ...]) -> NoReturn:
             _work(order, line, board, payload)
             status = 0
         except BaseException as error:
-            line.send(Failed(Failure.capture(error).at(where(board, order))))
+            at = f"worker {order.number} ({order.device}), {place(board, order.number)}"
+            line.send(Failed(Failure.capture(error).at(at)))
             line.wait_closed()
         with_exit_functions()
     finally:
@@ -98,21 +99,13 @@ def run_main(
         return None
 
 
-def where(board: Board, order: Order) -> str:
-    """Worker, device, step and lane, for the end of a traceback."""
-    return place(board, order.number, str(order.device))
-
-
-def place(board: Board, number: int, device: str) -> str:
-    """The same from any process that has the board."""
+def place(board: Board, number: int) -> str:
+    """Where worker `number` is: the step, and the lane or what else it is about."""
     step, lane = board.get(number, Word.STEP), board.get(number, Word.LANE)
     phase = Phase(board.get(number, Word.PHASE))
-    text = f"worker {number} ({device}), step {step}"
     if phase is Phase.EVALUATE:
-        return f"{text}, in evaluate, chunk {lane}"
-    if phase is Phase.EXCHANGE:
-        return f"{text}, in the exchange of {name_kind(board.get(number, Word.KIND))}"
-    return f"{text}, lane {lane}" if lane >= 0 else f"{text}, in {phase.name.lower()}"
+        return f"step {step}, in evaluate, chunk {lane}"
+    return f"step {step}, lane {lane}" if lane >= 0 else f"step {step}, in {phase.name.lower()}"
 
 
 def with_exit_functions() -> None:
