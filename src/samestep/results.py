@@ -180,7 +180,11 @@ class Results:
 
 
 class _Buffers:
-    """Some of a model's buffers, with the values they were committed with."""
+    """Some of a model's buffers, with the values they were committed with.
+
+    Values are compared, not version counters: batch normalisation writes its running statistics
+    without counting.
+    """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         self.names = names
@@ -188,18 +192,15 @@ class _Buffers:
         self._places = [(model.get_submodule(path), key) for path, _, key in owners]
         self._tensors = self.current()
         self.committed = [tensor.detach().clone() for tensor in self._tensors]
-        self._versions = [tensor._version for tensor in self._tensors]
 
     def current(self) -> list[torch.Tensor]:
         return [getattr(module, key) for module, key in self._places]
 
     def changed(self) -> list[bool]:
-        """Whether each was written to, or replaced, since it was last committed or restored."""
+        """Whether each is no longer what was committed."""
         return [
-            now is not tensor or tensor._version != version
-            for now, tensor, version in zip(
-                self.current(), self._tensors, self._versions, strict=True
-            )
+            not torch.equal(now, committed)
+            for now, committed in zip(self.current(), self.committed, strict=True)
         ]
 
     def refresh(self) -> None:
@@ -208,7 +209,6 @@ class _Buffers:
             if here:
                 self._tensors[i] = self.current()[i]
                 self.committed[i] = self._tensors[i].detach().clone()
-                self._versions[i] = self._tensors[i]._version
 
     def restore(self, changed: list[bool]) -> None:
         for i, here in enumerate(changed):
@@ -225,4 +225,3 @@ class _Buffers:
             self._tensors[i].copy_(self.committed[i])
         if getattr(module, key) is not self._tensors[i]:
             setattr(module, key, self._tensors[i])
-        self._versions[i] = self._tensors[i]._version

@@ -25,6 +25,9 @@ class State(Enum):
     GONE = "gone"
 
 
+_UNFINISHED = (State.STARTING, State.RUNNING)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One worker as the launcher knows it."""
@@ -147,7 +150,8 @@ def _done(run: Run, number: int, event: Done) -> tuple[Run, tuple[Instruction, .
     run = _change(run, number, state=State.DONE, fingerprints=event.fingerprints)
     if event.result is not None:
         run = replace(run, result=event.result)
-    if run.outcome is not None or any(m.state is not State.DONE for m in run.members):
+    # Those who were done first may be gone by now.
+    if run.outcome is not None or any(m.state in _UNFINISHED for m in run.members):
         return run, ()
     error = odd_one_out([m.fingerprints for m in run.members], [str(m.device) for m in run.members])
     if run.exact and error is not None:
