@@ -47,6 +47,11 @@ def join(
         os.sched_setaffinity(0, pins)
     with suppress(RuntimeError):  # the script has computed something already
         set_numerics(mine, threads, exact)
+    # Imported after the process group is made, it leaves a thread behind that aborts the process
+    # at its exit (torch 2.13; seen in 3 of 6 runs of a script without samestep). Making an
+    # optimizer imports it.
+    import torch._dynamo  # noqa: F401
+
     made = not dist.is_initialized()
     if made:
         dist.init_process_group("nccl" if mine.kind == "cuda" else "gloo")

@@ -66,7 +66,7 @@ class Collectives(Exchange):
                 reduction,
                 out[: lengths[self._rank]],
             )
-        dist.all_gather_into_tensor(whole, out)
+        dist.all_gather(list(whole.view(self._size, length).unbind()), out)
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype, device=self._device)
