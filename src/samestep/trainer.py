@@ -288,7 +288,7 @@ class Trainer:
 
     def _build(self, batch: Batch | None = None) -> Results:
         """The layout and its buffers; made anew when other parameters want gradients."""
-        if self._built is not None and self._built.layout.is_for(self.model):
+        if self._built is not None and self._built.layout.is_current:
             return self._built
         if not self.is_built and batch is not None:
             self._initialise_lazy(batch)

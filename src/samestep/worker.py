@@ -27,7 +27,7 @@ from samestep.exchange.shared_memory import SharedMemory
 from samestep.failure import Failure
 from samestep.messages import Claim, Done, Failed, Order, Ready, Record, Shared, Wanted
 from samestep.payload import unpack
-from samestep.processes import Channel, die_with_parent, memory_file
+from samestep.processes import Channel, die_with_parent, keep_memory, memory_file
 from samestep.team import Settings, StopAt, Team
 
 ONCE = "\x1e"  # before a line that is the whole team's: the launcher shows it without a prefix
@@ -65,6 +65,7 @@ def _become(order: Order, stdout: int, stderr: int, crash: int) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     faulthandler.enable(file=crash)
+    keep_memory()
     os.environ.clear()
     os.environ.update(order.environ)
     os.chdir(order.folder)

@@ -79,6 +79,9 @@ def add_tree(
     """
     if not reduction.additions:
         return out.copy_(pieces[reduction.root])
+    if len(reduction.additions) == 1:
+        ((left, right),) = reduction.additions
+        return torch.add(pieces[left], pieces[right], out=out)
     values, spare, last = dict(pieces), [], len(reduction.additions) - 1
     for i, (left, right) in enumerate(reduction.additions):
         made = values[left] is not pieces[left]

@@ -45,6 +45,7 @@ class SharedMemory(Exchange):
         self._host: dict[int, Flat] = {}
         self._on_device: dict[int, Flat] = {}
         self._total = self._view(lanes)
+        self._sliced: dict[Reduction, list[tuple[dict[int, torch.Tensor], torch.Tensor]]] = {}
         self._slices = [slices(n, board.size)[board.me] for n in shape]
         self._device_total = Flat.empty(shape, device) if device.type == "cuda" else None
 
@@ -68,11 +69,15 @@ class SharedMemory(Exchange):
 
     def _add(self, reduction: Reduction) -> None:
         """Add this worker's slice of every node."""
-        nodes = {slot: self._view(slot) for slot in reduction.slots}
-        for part, where in enumerate(self._slices):
-            if where.start < where.stop:
-                pieces = {slot: flat[part][where] for slot, flat in nodes.items()}
-                add_tree(pieces, reduction, self._total[part][where])
+        if reduction not in self._sliced:
+            nodes = {slot: self._view(slot) for slot in reduction.slots}
+            self._sliced[reduction] = [
+                ({slot: flat[part][where] for slot, flat in nodes.items()}, self._total[part][where])
+                for part, where in enumerate(self._slices)
+                if where.start < where.stop
+            ]
+        for pieces, out in self._sliced[reduction]:
+            add_tree(pieces, reduction, out)
 
     def _view(self, lane: int) -> Flat:
         """The slot of `lane` in the shared mapping."""

@@ -1,0 +1,179 @@
+"""The core's speed figures, each against its yardstick in the same run, interleaved in rounds.
+
+    python benchmarks/core.py scaling     two workers against one: LeNet, batch 256
+    python benchmarks/core.py exchange    the shared-memory exchange against gloo's all_reduce
+    python benchmarks/core.py startup     command to first committed step against `import torch`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import torch
+
+import samestep as ss
+from samestep import forkserver
+from samestep.models import cross_entropy
+
+
+def spread(values: list[float]) -> str:
+    ordered = sorted(values)
+    return f"median {statistics.median(ordered):.4g} ({ordered[0]:.4g} to {ordered[-1]:.4g})"
+
+
+# Two workers against one
+
+
+def train(team: ss.Team, steps: int) -> float:
+    """Samples per second over `steps` steps, after a short warm-up."""
+    training, _ = ss.data.fashion_mnist()
+    model = ss.models.lenet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    trainer = team.trainer(model, optimizer, cross_entropy)
+    began = 0.0
+    for batch in team.batches(training, 256):
+        if team.position.step == 10:
+            began = time.perf_counter()
+        trainer.step(batch)
+        if team.position.step == steps + 10:
+            break
+    return steps * 256 / (time.perf_counter() - began)
+
+
+def scaling(rounds: int = 7, steps: int = 60) -> None:
+    speeds: dict[str, list[float]] = {"1xcpu": [], "2xcpu": []}
+    with forkserver.kept():
+        for _ in range(rounds):
+            for devices, measured in speeds.items():
+                measured.append(ss.launch(train, devices=devices, args=(steps,)))
+    ratios = [two / one for one, two in zip(*speeds.values(), strict=True)]
+    for devices, measured in speeds.items():
+        print(f"LeNet, batch 256, {devices}: samples/s {spread(measured)}")
+    one, two = (statistics.median(measured) for measured in speeds.values())
+    print(f"ratio of medians {two / one:.3f}; by round {spread(ratios)}; {rounds} rounds")
+
+
+# The exchange against gloo
+
+
+def exchange_times(team: ss.Team, rounds: int, repeats: int, port: int) -> dict[str, list[float]]:
+    """Milliseconds of each exchange and each all_reduce, by turns, on the first worker."""
+    import torch.distributed as dist
+
+    from samestep.exchange import Flat, Shape
+    from samestep.lanes import reduction, share
+
+    store = dist.TCPStore("127.0.0.1", port, team.size, team.is_first)
+    dist.init_process_group("gloo", store=store, rank=team.number, world_size=team.size)
+    plan = reduction(share(2, [1.0] * team.size), 2)
+    times: dict[str, list[float]] = {}
+    for floats in (131_000, 11_000_000):
+        many = max(5, repeats * 131_000 // floats)
+        exchange = team.exchange(Shape(floats, 16), 2, 0, f"bench {floats}")
+        (slot,) = plan.owners[team.number]
+        mine = exchange.slot(slot)
+        grads = torch.randn(floats)
+        private = Flat(torch.empty(floats), torch.empty(16, dtype=torch.float64))
+
+        def ours(exchange=exchange, private=private) -> None:  # type: ignore[no-untyped-def]
+            """The node is in its slot, as in a step; the sum is copied to private memory, as
+            all_reduce leaves it (a step divides it into `.grad` at that point)."""
+            private.f32.copy_(exchange.reduce(plan).f32)
+
+        def ours_copied(ours=ours, mine=mine, grads=grads) -> None:  # type: ignore[no-untyped-def]
+            """The same, and a copy from private memory into the slot before it."""
+            mine.f32.copy_(grads)
+            ours()
+
+        def gloo(buffer=torch.randn(floats)) -> None:  # type: ignore[no-untyped-def]
+            dist.all_reduce(buffer)
+
+        for _ in range(rounds):
+            for name, call in (("exchange", ours), ("with copy", ours_copied), ("gloo", gloo)):
+                key = f"{name} {floats}"
+                for i in range(many + 3):
+                    began = time.perf_counter()
+                    call()
+                    if i >= 3:
+                        times.setdefault(key, []).append((time.perf_counter() - began) * 1e3)
+                grads.normal_()
+    dist.destroy_process_group()
+    return times
+
+
+def exchange(rounds: int = 7, repeats: int = 200) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    times = ss.launch(exchange_times, devices="2xcpu", args=(rounds, repeats, port))
+    for name, measured in times.items():
+        quarters = statistics.quantiles(measured, n=4)
+        print(
+            f"{name:>20} floats: {statistics.median(measured):8.3f} ms "
+            f"(quartiles {quarters[0]:.3f} to {quarters[2]:.3f}; {len(measured)} runs)"
+        )
+    for floats in (131_000, 11_000_000):
+        ours, copied, gloo = (
+            statistics.median(times[f"{name} {floats}"])
+            for name in ("exchange", "with copy", "gloo")
+        )
+        print(f"{floats}: exchange / gloo = {ours / gloo:.3f}, with copy {copied / gloo:.3f}")
+
+
+# Start-up
+
+SCRIPT = """
+    import sys, time
+    import torch
+    import torch.nn.functional as F
+    import samestep as ss
+
+    def loss(model, images, labels):
+        return F.cross_entropy(model(images), labels, reduction="none")
+
+    def main(team):
+        train, test = ss.data.fashion_mnist()
+        model = ss.models.lenet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        trainer = team.trainer(model, optimizer, loss)
+        for batch in team.batches(train, batch_size=256):
+            trainer.step(batch)
+            return time.time()
+
+    print(ss.launch(main, devices="2xcpu"))
+"""
+
+
+def startup(rounds: int = 9) -> None:
+    imports, firsts = [], []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(textwrap.dedent(SCRIPT))
+        for _ in range(rounds):
+            began = time.time()
+            subprocess.run([sys.executable, "-c", "import torch"], check=True, env=environment)
+            imports.append(time.time() - began)
+            began = time.time()
+            command = [sys.executable, str(script)]
+            done = subprocess.run(
+                command, check=True, env=environment, capture_output=True, text=True
+            )
+            firsts.append(float(json.loads(done.stdout)) - began)
+    allowed = statistics.median(imports) * 1.5 + 1
+    print(f"import torch: s {spread(imports)}")
+    print(f"first committed step, 2 CPU workers: s {spread(firsts)}; allowed {allowed:.2f}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ["scaling", "exchange", "startup"]:
+        {"scaling": scaling, "exchange": exchange, "startup": startup}[name]()
