@@ -45,8 +45,8 @@ class Layout:
     """The layout for `model` as it is now: its parameters that want gradients, and its buffers."""
 
     def __init__(self, model: nn.Module, lanes: int) -> None:
-        self._all = list(model.parameters())
-        self._wanted = [parameter.requires_grad for parameter in self._all]
+        self.all = list(model.parameters())
+        self._wanted = [parameter.requires_grad for parameter in self.all]
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
             if not parameter.is_floating_point() and not parameter.is_complex():
@@ -93,7 +93,7 @@ class Layout:
     @property
     def is_current(self) -> bool:
         """Whether the same parameters want gradients as when it was made."""
-        return [parameter.requires_grad for parameter in self._all] == self._wanted
+        return [parameter.requires_grad for parameter in self.all] == self._wanted
 
     def gradients(self, flat: Flat) -> list[torch.Tensor]:
         """One view for each parameter, real and in its shape."""

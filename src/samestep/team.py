@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from samestep import seeds
-from samestep.board import Board, Phase, Word
+from samestep.board import Board, Phase, Word, name_kind
 from samestep.data import Batch, Collate, Loader, Unit, length_of
 from samestep.devices import Device
 from samestep.errors import UsageError
@@ -51,7 +51,9 @@ class Settings:
 class Link(Protocol):
     """What a team needs from whoever started it: a launcher, or torchrun."""
 
-    def exchange(self, board: Board, shape: Shape, lanes: int, kind: int, about: str) -> Exchange:
+    def exchange(
+        self, board: Board, shape: Shape, lanes: int, kind: int, name: str, about: str
+    ) -> Exchange:
         """An exchange between all workers; `about` must be the same text on each of them."""
 
     def show(self, text: str) -> None:
@@ -71,7 +73,7 @@ class Team:
     def __init__(self, settings: Settings, board: Board, link: Link) -> None:
         self._settings, self._board, self._link = settings, board, link
         self._device = settings.devices[board.me]
-        self._epoch = self._step = 0
+        self._epoch = self._step = self._exchanges = 0
         self._counting = False
         self._kept: dict[str, Any] = {}
         self._trainers: list[Trainer] = []
@@ -272,7 +274,9 @@ class Team:
         return [batch.unit(run)] if run else []
 
     def exchange(self, shape: Shape, lanes: int, kind: int, about: str) -> Exchange:
-        return self._link.exchange(self._board, shape, lanes, kind, about)
+        self._exchanges += 1
+        name = f"exchange {self._exchanges}: {name_kind(kind)}"
+        return self._link.exchange(self._board, shape, lanes, kind, name, about)
 
     def commit(self, samples: int, loss: float) -> None:
         """A step has been applied: move on, with random numbers keyed by the new position."""

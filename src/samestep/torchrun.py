@@ -114,7 +114,9 @@ class _Link:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def exchange(self, board: Board, shape: Shape, lanes: int, kind: int, about: str) -> Exchange:
+    def exchange(
+        self, board: Board, shape: Shape, lanes: int, kind: int, name: str, about: str
+    ) -> Exchange:
         for other, theirs in enumerate(_gather(about)):
             if theirs != about:
                 raise unlike(board.me, other, about, theirs)

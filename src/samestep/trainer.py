@@ -148,7 +148,7 @@ class Trainer:
         fields = to_device(batch.loader.load(unit), team.device)
         board.enter(Phase.LANE, unit.lane)
         seeds.reseed("lane", team.seed, team.position.step, unit.lane)
-        for parameter in built.layout.parameters:
+        for parameter in built.layout.all:
             parameter.grad = None
         with self._autocast():
             loss, weight = _weighed(self._loss(self.model, *fields), len(unit.indices))

@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from samestep import seeds, tensors
-from samestep.board import Board, Phase, Word, name_kind
+from samestep.board import Board, Phase, Word
 from samestep.devices import numerics_class, set_numerics
 from samestep.errors import UsageError
 from samestep.exchange import Exchange, Shape
@@ -161,9 +161,11 @@ class _Line:
         self.send(message)
         return self._answers.get()
 
-    def exchange(self, board: Board, shape: Shape, lanes: int, kind: int, about: str) -> Exchange:
+    def exchange(
+        self, board: Board, shape: Shape, lanes: int, kind: int, name: str, about: str
+    ) -> Exchange:
         size = SharedMemory.bytes_needed(shape, lanes)
-        (fd,) = self._ask(Claim(f"{name_kind(kind)} {shape} {lanes}", size, about))
+        (fd,) = self._ask(Claim(name, size, about))
         exchange = SharedMemory(board, shape, lanes, fd, kind, self._order.device.torch_device)
         os.close(fd)
         return exchange
