@@ -6,20 +6,18 @@ on nothing else, so augmentation is the same on any number of devices and loader
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from samestep import seeds
 from samestep.datasets import fashion_mnist, mnist, shapes
 from samestep.errors import UsageError
 from samestep.failure import Failure
-from samestep.processes import die_with_parent
+from samestep.loaders import Loaders
 from samestep.tensors import Tensors
 
 __all__ = ["Batch", "Tensors", "fashion_mnist", "mnist", "shapes"]
@@ -90,88 +88,48 @@ class Loader:
         if type(dataset) is TensorDataset:
             dataset = Tensors(*dataset.tensors)
         self._source = _Source(dataset, collate or default_collate, seed, epoch)
-        self._stash: dict[tuple[int, int], _Loaded] = {}
-        self._stream: Iterator[_Loaded] | None = None
+        self._stash: dict[Unit, Fields | Failure] = {}
+        self._loaders: Loaders | None = None
         if loaders and not isinstance(dataset, Tensors):
-            self._stream = self._start(loaders, ahead, tuple(cores))
+            self._loaders = Loaders(self._source.try_load, iter(ahead), loaders, cores)
 
     def load(self, unit: Unit) -> Fields:
         """The fields of one unit, as the loss function gets them."""
-        if self._stream is None:
+        if self._loaders is None:
             return self._source.load(unit)
-        loaded = self._stash.pop((unit.batch, unit.lane), None)
-        while loaded is None or loaded.unit != unit:
-            loaded = next(self._stream, None)
+        while unit not in self._stash:
+            loaded = self._loaders.next()
             if loaded is None:
                 return self._source.load(unit)
-            if loaded.unit != unit:
-                # Not wanted now: it may be wanted later, unless another worker has it by then.
-                self._stash[loaded.unit.batch, loaded.unit.lane] = loaded
-                if loaded.unit.batch > unit.batch:
-                    return self._source.load(unit)
-        for old in [k for k in self._stash if k[0] < unit.batch]:
+            # What is not wanted now may be wanted later, unless another worker has it by then.
+            self._stash[loaded[0]] = loaded[1]
+            if loaded[0].batch > unit.batch:
+                return self._source.load(unit)
+        result = self._stash.pop(unit)
+        for old in [other for other in self._stash if other.batch < unit.batch]:
             del self._stash[old]
-        if isinstance(loaded.result, Failure):
-            raise loaded.result.rebuild()
-        return loaded.result
+        if isinstance(result, Failure):
+            raise result.rebuild()
+        return result
 
-    def _start(
-        self, loaders: int, ahead: Iterable[Unit], cores: tuple[int, ...]
-    ) -> Iterator[_Loaded]:
-        parent = os.getpid()
-
-        def prepare(_: int) -> None:
-            die_with_parent(parent)
-            if cores and hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, cores)
-
-        stream = DataLoader(
-            self._source,
-            batch_sampler=_Requests(ahead),  # type: ignore[arg-type]
-            num_workers=loaders,
-            collate_fn=_as_it_is,
-            worker_init_fn=prepare,
-            multiprocessing_context="fork",
-            prefetch_factor=8,
-            generator=torch.Generator(),  # it must not draw from the user's
-        )
-        with warnings.catch_warnings():
-            # The worker's other thread only ever waits on a socket: it holds no lock at a fork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return iter(stream)
+    def close(self) -> None:
+        """End the background loaders."""
+        if self._loaders is not None:
+            self._loaders.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    unit: Unit
-    result: Fields | Failure
-
-
-class _Requests:
-    """What torch's DataLoader calls a batch sampler."""
-
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self._units = units
-
-    def __iter__(self) -> Iterator[Unit]:
-        return iter(self._units)
-
-
-def _as_it_is(loaded: _Loaded) -> _Loaded:
-    return loaded
-
-
-class _Source(Dataset[Any]):
+class _Source:
     """One unit of a dataset, each sample under its own random numbers."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, epoch: int) -> None:
         self._dataset, self._collate, self._seed, self._epoch = dataset, collate, seed, epoch
 
-    def __getitems__(self, unit: Unit) -> _Loaded:
+    def try_load(self, unit: Unit) -> Fields | Failure:
+        """For a background loader: what went wrong is a result too."""
         try:
-            return _Loaded(unit, self.load(unit))
+            return self.load(unit)
         except Exception as error:
-            return _Loaded(unit, Failure.capture(error))
+            return Failure.capture(error)
 
     def load(self, unit: Unit) -> Fields:
         if isinstance(self._dataset, Tensors):

@@ -133,16 +133,19 @@ def _check(
 ) -> None:
     if not callable(main):
         raise UsageError(f"main: must be a function main(team), got {main!r}")
-    with suppress(ValueError):  # a builtin without a signature
-        signature = inspect.signature(main)
-        try:
+    try:
+        signature: inspect.Signature | None = inspect.signature(main)
+    except ValueError:  # a builtin without one
+        signature = None
+    try:
+        if signature is not None:
             signature.bind(None, *args, **kwargs)
-        except TypeError as error:
-            name = getattr(main, "__name__", repr(main))
-            raise UsageError(
-                f"main: {name}{signature} cannot be called as {name}(team, *args, **kwargs) with "
-                f"args={args!r}, kwargs={kwargs!r}: {error}"
-            ) from None
+    except TypeError as error:
+        name = getattr(main, "__name__", repr(main))
+        raise UsageError(
+            f"main: {name}{signature} cannot be called as {name}(team, *args, **kwargs) with "
+            f"args={args!r}, kwargs={kwargs!r}: {error}"
+        ) from None
     for name, value, least in (("lanes", lanes, 1), ("seed", seed, 0), ("threads", threads, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")

@@ -191,9 +191,12 @@ class Team:
             ahead=ahead(),
             cores=self._settings.cores,
         )
-        for number in range(count):
-            self._board.put(Word.EPOCH_STEP, number)
-            yield make(number)
+        try:
+            for number in range(count):
+                self._board.put(Word.EPOCH_STEP, number)
+                yield make(number)
+        finally:
+            loader.close()
         if not self._counting:
             self._epoch += 1
 

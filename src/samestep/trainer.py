@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import os
 import tempfile
@@ -26,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from samestep import seeds
 from samestep.board import Phase, kind_of
-from samestep.data import Batch, Loader, Unit, length_of, to_device
+from samestep.data import Batch, Collate, Loader, Unit, length_of, to_device
 from samestep.errors import LossError, NonFiniteLoss, OptimizerError, UsageError
 from samestep.exchange import Exchange, Flat, Shape
 from samestep.lanes import cut, fused, reduction, share
@@ -81,7 +82,7 @@ class Trainer:
         self._built: Results | None = None
         self._batch: Batch | None = None
         self._total: Flat | None = None
-        self._exchanges: dict[tuple[int, int], Exchange] = {}
+        self._exchanges: dict[tuple[int, Shape], Exchange] = {}
         if self.is_built:
             self._build()
 
@@ -198,7 +199,14 @@ class Trainer:
 
     # Evaluation
 
-    def evaluate(self, dataset: Any, *metrics: Metric, chunk: int = 256, **loading: Any) -> Any:
+    def evaluate(
+        self,
+        dataset: Any,
+        *metrics: Metric,
+        chunk: int = 256,
+        collate: Collate | None = None,
+        loaders: int = 1,
+    ) -> Any:
         """Every sample counted once; returns one value for each metric (one metric: the value).
 
         The dataset is cut into chunks of `chunk` samples, on any number of devices alike.
@@ -208,57 +216,72 @@ class Trainer:
                 "evaluate: needs metrics, for example ss.metrics.accuracy; got "
                 + (", ".join(type(m).__name__ for m in metrics) or "none")
             )
-        samples = length_of(dataset)
-        with seeds.undisturbed(), _evaluating(self.model), torch.no_grad(), self._autocast():
-            totals = self._totals(dataset, metrics, cut(samples, math.ceil(samples / chunk)), loading)
+        if not isinstance(chunk, int) or chunk < 1:
+            raise UsageError(f"chunk={chunk!r}: must be a whole number of at least 1")
+        team, samples = self._team, length_of(dataset)
+        chunks = cut(samples, math.ceil(samples / chunk))
+        runs = share(len(chunks), [1.0] * team.size)
+        units = [Unit(0, i, tuple(chunks[i])) for i in runs[team.number]]
+        # A worker without a chunk looks at the first one, only to learn how long the counts are.
+        spare = Unit(0, 0, tuple(chunks[0]))
+        loader = Loader(
+            dataset, seed=team.seed, epoch=-1, collate=collate, loaders=loaders, ahead=units
+        )
+        with (
+            contextlib.closing(loader),
+            seeds.undisturbed(),
+            _evaluating(self.model),
+            torch.no_grad(),
+            self._autocast(),
+        ):
+            counts = (self._count(metrics, loader, unit) for unit in units or [spare])
+            totals = self._add_counts(counts, units, runs, len(chunks))
         self._board.enter(Phase.MAIN)
         values = [metric.value(total) for metric, total in zip(metrics, totals, strict=True)]
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _totals(
-        self,
-        dataset: Any,
-        metrics: tuple[Metric, ...],
-        chunks: tuple[range, ...],
-        loading: dict[str, Any],
+    def _count(
+        self, metrics: tuple[Metric, ...], loader: Loader, unit: Unit
     ) -> list[torch.Tensor]:
-        team = self._team
-        runs = share(len(chunks), [1.0] * team.size)
-        run = runs[team.number]
-        units = [Unit(0, i, tuple(chunks[i])) for i in run]
-        loader = Loader(dataset, seed=team.seed, epoch=-1, ahead=units, **loading)
+        """What one chunk gives for each metric."""
+        self._board.enter(Phase.EVALUATE, unit.lane)
+        fields = to_device(loader.load(unit), self._team.device)
+        seeds.reseed("chunk", self._team.seed, unit.lane)
+        seen = Seen(
+            self.model, lambda *a: _weighed(self._plain_loss(*a), len(unit.indices)), fields
+        )
+        return [metric.measure(seen).to(torch.float64) for metric in metrics]
 
-        def measured(unit: Unit) -> list[torch.Tensor]:
-            self._board.enter(Phase.EVALUATE, unit.lane)
-            fields = to_device(loader.load(unit), team.device)
-            seeds.reseed("chunk", team.seed, unit.lane)
-            seen = Seen(
-                self.model, lambda *a: _weighed(self._plain_loss(*a), len(unit.indices)), fields
-            )
-            return [metric.measure(seen).to(torch.float64) for metric in metrics]
-
-        # A worker without a chunk looks at the first one, only to learn how long the counts are.
-        counts = measured(units[0] if units else Unit(0, 0, tuple(chunks[0])))
-        shapes = [count.shape for count in counts]
-        exchange = self._evaluation(len(chunks), sum(count.numel() for count in counts))
-        scratch = Scratch(Shape(0, sum(count.numel() for count in counts)), team.device)
-        tree = Tree(run, len(chunks), exchange.slot, scratch)
-        for unit in units:
-            counts = counts if unit is units[0] else measured(unit)
+    def _add_counts(
+        self,
+        counts: Iterator[list[torch.Tensor]],
+        units: list[Unit],
+        runs: tuple[range, ...],
+        chunks: int,
+    ) -> list[torch.Tensor]:
+        """The sum over all chunks: through the same tree and exchange as gradients."""
+        first = next(counts)
+        shapes = [count.shape for count in first]
+        shape = Shape(0, sum(count.numel() for count in first))
+        exchange = self._evaluation(chunks, shape)
+        tree = Tree(
+            runs[self._team.number], chunks, exchange.slot, Scratch(shape, self._team.device)
+        )
+        for unit, parts in zip(units, itertools.chain([first], counts), strict=False):
             flat, add = tree.leaf(unit.lane)
-            values = torch.cat([count.flatten() for count in counts])
+            values = torch.cat([part.flatten() for part in parts])
             flat.f64.add_(values) if add else flat.f64.copy_(values)
             tree.fold(unit.lane)
-        total = exchange.reduce(reduction(runs, len(chunks))).f64.cpu().clone()
-        parts = total.split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        total = exchange.reduce(reduction(runs, chunks)).f64.cpu().clone()
+        split = total.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
 
-    def _evaluation(self, chunks: int, numbers: int) -> Exchange:
-        if (chunks, numbers) not in self._exchanges:
-            self._exchanges[chunks, numbers] = self._team.exchange(
-                Shape(0, numbers), chunks, kind_of(self._number, True), f"{chunks} {numbers}"
+    def _evaluation(self, chunks: int, shape: Shape) -> Exchange:
+        if (chunks, shape) not in self._exchanges:
+            self._exchanges[chunks, shape] = self._team.exchange(
+                shape, chunks, kind_of(self._number, True), f"{chunks} {shape.f64}"
             )
-        return self._exchanges[chunks, numbers]
+        return self._exchanges[chunks, shape]
 
     # State
 

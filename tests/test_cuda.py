@@ -1,0 +1,79 @@
+"""On a GPU. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jobs
+import pytest
+import torch
+
+import samestep as ss
+from samestep.prove import uneven
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU"),
+]
+
+JOBS = [jobs.mlp, jobs.convolution, jobs.residual, jobs.encoder, jobs.half, jobs.rosy]
+
+
+@pytest.mark.parametrize("main", JOBS, ids=lambda main: main.__name__)
+def test_two_and_three_workers_on_one_gpu_give_the_bits_of_one(main):
+    """Real kernels and the pinned-memory exchange; the workers share cuda:0."""
+    alone = ss.launch(main, devices="cuda:0")
+    assert ss.launch(main, devices="cuda:0,cuda:0") == alone
+    odd = ss.launch(main, devices="cuda:0,cuda:0,cuda:0", plan=partial(uneven, 3))
+    assert odd == alone
+
+
+def test_control_lanes_change_the_bits():
+    prints = {ss.launch(jobs.convolution, devices="cuda:0", lanes=lanes) for lanes in (4, 8)}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_against_plain_torch_on_the_cpu(dtype, bound):
+    ours = [p.cpu() for p in ss.launch(jobs.against_torch, devices="cuda:0", args=(dtype,))]
+    wanted = jobs.plain_torch(dtype)
+    assert max((a - b).norm() / b.norm() for a, b in zip(ours, wanted, strict=True)) <= bound
+
+
+def test_numerics_are_pinned():
+    def main(team):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cudnn.benchmark
+        return torch.cuda.current_device(), str(team.device)
+
+    assert ss.launch(main, devices="cuda:0") == (0, "cuda:0")
+
+
+def test_a_mixed_team_is_refused_in_exact_mode_and_trains_without_it():
+    with pytest.raises(ss.DeviceDiffers, match="exact=False"):
+        ss.launch(jobs.mlp, devices="cuda:0,cpu")
+
+    def main(team):
+        jobs.mlp(team)
+        return team.size
+
+    assert ss.launch(main, devices="cuda:0,cpu", exact=False) == 2
+
+
+def test_nccl_with_one_process(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "import jobs, samestep as ss\n"
+        "print(ss.launch(jobs.mlp, devices='all'))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ss.launch(jobs.mlp, devices="cuda:0")
