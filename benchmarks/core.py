@@ -1,8 +1,8 @@
 """The core's speed figures, each against its yardstick in the same run, interleaved in rounds.
 
-    python benchmarks/core.py scaling     two workers against one: LeNet, batch 256
-    python benchmarks/core.py exchange    the shared-memory exchange against gloo's all_reduce
-    python benchmarks/core.py startup     command to first committed step against `import torch`
+python benchmarks/core.py scaling     two workers against one: LeNet, batch 256
+python benchmarks/core.py exchange    the shared-memory exchange against gloo's all_reduce
+python benchmarks/core.py startup     command to first committed step against `import torch`
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def exchange_times(team: ss.Team, rounds: int, repeats: int, port: int) -> dict[
             mine.f32.copy_(grads)
             ours()
 
-        def gloo(buffer=torch.randn(floats)) -> None:  # type: ignore[no-untyped-def]
-            dist.all_reduce(buffer)
+        def gloo(grads=grads) -> None:  # type: ignore[no-untyped-def]
+            dist.all_reduce(grads)
 
         kinds = (
             ("exchange", ours, pinned),

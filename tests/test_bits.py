@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import jobs
 import pytest
 import torch
 
+import jobs
 import samestep as ss
 from samestep.prove import uneven
 

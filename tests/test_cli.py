@@ -65,7 +65,9 @@ def test_train(tmp_path):
     for epoch in (1, 2):
         wanted = rf"epoch {epoch}  loss {number}  accuracy {number}  seconds {number}"
         assert re.fullmatch(wanted, lines[epoch])
-    summary = dict(line.split("  ", 1) if "  " in line else line.rsplit(" ", 1) for line in lines[3:])
+    summary = dict(
+        line.split("  ", 1) if "  " in line else line.rsplit(" ", 1) for line in lines[3:]
+    )
     assert summary["devices"].strip() == "cpu:0, cpu:1"
     fingerprint = summary["fingerprint"].strip()
     assert re.fullmatch("[0-9a-f]{64}", fingerprint)
@@ -149,7 +151,10 @@ def test_prove_notices_an_equality_that_cannot_fail(tmp_path):
     ("arguments", "says"),
     [
         (["train", "lenet", "--devices", "gpu"], "samestep: devices='gpu': cannot read 'gpu'"),
-        (["train", "lenet", "--data", "shapes", "--samples", "0"], "--samples 0: must be from 1 to"),
+        (
+            ["train", "lenet", "--data", "shapes", "--samples", "0"],
+            "--samples 0: must be from 1 to",
+        ),
         (["train", "lenet", "--data-dir", "/nowhere"], "samestep: folder='/nowhere': has no train"),
         (["train", "lenet", "--data", "shapes", "--batch-size", "0"], "batch_size=0"),
         (["train", "vgg"], "'vgg' is not one of 'lenet'"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import jobs
 import pytest
 import torch
 
+import jobs
 import samestep as ss
 from samestep.prove import uneven
 
@@ -73,7 +73,10 @@ def test_nccl_with_one_process(tmp_path):
         "import jobs, samestep as ss\n"
         "print(ss.launch(jobs.mlp, devices='all'))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", path]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--log-dir", tmp_path / "logs",
+        "--nproc-per-node", "1", path,
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ss.launch(jobs.mlp, devices="cuda:0")

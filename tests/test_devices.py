@@ -87,7 +87,9 @@ def numerics(**changes):
     return NumericsClass(**(values | changes))
 
 
-@pytest.mark.parametrize("change", [{"probe": "b"}, {"threads": 2}, {"kind": "cuda"}, {"flags": "g"}])
+@pytest.mark.parametrize(
+    "change", [{"probe": "b"}, {"threads": 2}, {"kind": "cuda"}, {"flags": "g"}]
+)
 def test_a_device_of_another_class_is_named_with_the_reason(change):
     error = compare(["cpu:0", "cpu:1", "x"], [numerics(), numerics(), numerics(**change)])
     assert isinstance(error, ss.DeviceDiffers)

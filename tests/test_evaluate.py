@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jobs
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import jobs
 import samestep as ss
 
 

@@ -42,7 +42,10 @@ def keep_contract(team, transport, folder, lanes):
         import torch.distributed as dist
 
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=team.number, world_size=team.size
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=team.number,
+            world_size=team.size,
         )
     checked = 0
     for i, shape in enumerate(SIZES):
@@ -85,7 +88,9 @@ def keep_contract(team, transport, folder, lanes):
 @pytest.mark.parametrize("transport", ["shared memory", "collectives"])
 def test_contract(transport, workers, lanes, tmp_path):
     args = (transport, str(tmp_path), lanes)
-    checked = ss.launch(keep_contract, devices=f"{workers}xcpu", args=args, lanes=max(lanes, workers))
+    checked = ss.launch(
+        keep_contract, devices=f"{workers}xcpu", args=args, lanes=max(lanes, workers)
+    )
     assert checked == len(SIZES) * 7
 
 

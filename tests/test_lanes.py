@@ -128,6 +128,6 @@ def test_nodes_are_complete_and_as_large_as_can_be(plan):
 
 
 def test_fused_runs_are_added_from_left_to_right():
-    plan = fused((range(0, 3), range(3, 3), range(3, 8)))
+    plan = fused((range(3), range(3, 3), range(3, 8)))
     assert plan.owners == ((0,), (), (3,))
     assert plan.additions == ((0, 3),)

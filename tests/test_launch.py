@@ -11,10 +11,10 @@ import textwrap
 import time
 from pathlib import Path
 
-import jobs
 import pytest
 import torch
 
+import jobs
 import samestep as ss
 from conftest import DEADLINE_S, descendants
 
@@ -614,7 +614,9 @@ def trainer_with(**changes):
         }
         parts |= {key: value(model) for key, value in changes.items()}
         data, batch_size = parts.pop("data"), parts.pop("batch_size")
-        trainer = team.trainer(parts.pop("model"), parts.pop("optimizer"), parts.pop("loss"), **parts)
+        trainer = team.trainer(
+            parts.pop("model"), parts.pop("optimizer"), parts.pop("loss"), **parts
+        )
         for batch in team.batches(data, batch_size):
             trainer.step(batch)
 
@@ -625,8 +627,16 @@ def trainer_with(**changes):
     ("changes", "error", "says"),
     [
         ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "OptimizerError", "LBFGS"),
-        ({"optimizer": lambda m: torch.optim.SparseAdam(m.parameters())}, "OptimizerError", "Spars"),
-        ({"optimizer": lambda m: "sgd"}, "OptimizerError", "must be a torch.optim.Optimizer, got str"),
+        (
+            {"optimizer": lambda m: torch.optim.SparseAdam(m.parameters())},
+            "OptimizerError",
+            "Spars",
+        ),
+        (
+            {"optimizer": lambda m: "sgd"},
+            "OptimizerError",
+            "must be a torch.optim.Optimizer, got str",
+        ),
         (
             {"optimizer": lambda m: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1)},
             "OptimizerError",
@@ -634,7 +644,11 @@ def trainer_with(**changes):
         ),
         ({"model": lambda m: [m]}, "UsageError", "model: must be a torch.nn.Module, got list"),
         ({"loss": lambda m: 3}, "UsageError", "loss: must be a function"),
-        ({"precision": lambda m: "fp8"}, "UsageError", "precision='fp8': must be one of fp32, bf16"),
+        (
+            {"precision": lambda m: "fp8"},
+            "UsageError",
+            "precision='fp8': must be one of fp32, bf16",
+        ),
         ({"store": lambda m: "disk"}, "UsageError", "store='disk': must be one of replicated"),
         ({"clip_norm": lambda m: 0}, "UsageError", "clip_norm=0: must be above 0"),
         ({"batch_size": lambda m: 0}, "UsageError", "batch_size=0: must be a whole number"),
@@ -642,7 +656,11 @@ def trainer_with(**changes):
         ({"data": lambda m: iter([1])}, "UsageError", "dataset: needs __len__ and __getitem__"),
         ({"loss": lambda m: lambda m, x: m(x).mean()}, "LossError", "one number for 1 examples"),
         ({"loss": lambda m: lambda m, x: None}, "LossError", "returned NoneType"),
-        ({"loss": lambda m: lambda m, x: x.sum(1)}, "LossError", "does not depend on any parameter"),
+        (
+            {"loss": lambda m: lambda m, x: x.sum(1)},
+            "LossError",
+            "does not depend on any parameter",
+        ),
         ({"loss": lambda m: lambda m, x: (m(x), 1)}, "LossError", r"a sum of shape \(1, 2\)"),
         (
             {"loss": lambda m: lambda m, x: (m(x).sum(), 0.0)},

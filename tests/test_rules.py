@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-import jobs
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import jobs
 import samestep as ss
 from samestep.exchange import Flat
 from samestep.layout import ABSENT, Layout

@@ -42,8 +42,8 @@ def run(*command):
     )
 
 
-def torchrun(*arguments):
-    return run("-m", "torch.distributed.run", *arguments)
+def torchrun(tmp_path, *arguments):
+    return run("-m", "torch.distributed.run", "--log-dir", tmp_path / "logs", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,9 @@ def free_port():
 @pytest.mark.parametrize("devices", ["2xcpu", "all"])
 def test_one_agent(tmp_path, launched, workers, devices):
     done = torchrun(
-        "--nproc-per-node", workers, "--master-port", free_port(), script(tmp_path, devices)
-    )
+        tmp_path,
+        "--nproc-per-node", workers, "--master-port", free_port(), script(tmp_path, devices),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.replace(launched[1], launched[1] + "\n").split("\n")
     assert lines.count(launched[1]) == workers
@@ -79,7 +80,7 @@ def test_two_agents_of_one_worker_each(tmp_path, launched):
             [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
                 str(rank), "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
-                "--master-port", str(port), script(tmp_path),
+                "--master-port", str(port), "--log-dir", tmp_path / "logs", script(tmp_path),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,7 +95,8 @@ def test_two_agents_of_one_worker_each(tmp_path, launched):
 
 def test_devices_that_do_not_fit_the_number_of_workers(tmp_path):
     done = torchrun(
-        "--nproc-per-node", 1, "--master-port", free_port(), script(tmp_path, "cpu,cpu@0.5")
-    )
+        tmp_path,
+        "--nproc-per-node", 1, "--master-port", free_port(), script(tmp_path, "cpu,cpu@0.5"),
+    )  # fmt: skip
     assert done.returncode != 0
     assert "names 2 devices, but torchrun started 1 workers" in done.stderr

@@ -49,7 +49,9 @@ def devices_() -> None:
 def train(
     model: Annotated[Model, typer.Argument(help="The network.")],
     devices: Devices = "all",
-    batch_size: Annotated[int, typer.Option(help="Samples of a step, on all devices together.")] = 256,
+    batch_size: Annotated[
+        int, typer.Option(help="Samples of a step, on all devices together.")
+    ] = 256,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.2,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 10,
     lanes: Lanes = 8,
@@ -60,7 +62,9 @@ def train(
     data: Annotated[Data, typer.Option(help="The dataset.")] = Data["fashion-mnist"],
     data_dir: Annotated[Path | None, typer.Option(help="Folder with its .gz files.")] = None,
     samples: Annotated[int | None, typer.Option(help="Train on the first ones only.")] = None,
-    precision: Annotated[Precision, typer.Option(help="bf16 runs under autocast.")] = Precision.fp32,
+    precision: Annotated[
+        Precision, typer.Option(help="bf16 runs under autocast.")
+    ] = Precision.fp32,
     compile: Annotated[bool, typer.Option(help="Compile with torch.compile.")] = False,
     exact: Annotated[bool, typer.Option(help="Same bits on any devices.")] = True,
 ) -> None:
@@ -158,9 +162,14 @@ def prove_(
         print(f"{case.name:<18} {case.devices:<8} {case.lanes:>5}  {prints}", flush=True)
     if not holds(rows):
         differs = rows[0].fingerprints != rows[1].fingerprints
-        print("NOT PROVED: " + ("the fingerprints differ" if differs else "the control is equal too"))
+        print(
+            "NOT PROVED: " + ("the fingerprints differ" if differs else "the control is equal too")
+        )
         raise typer.Exit(1)
-    print(f"PROVED: {len(rows) - 1} trainings of {steps} steps gave the same bits; the control did not")
+    print(
+        f"PROVED: {len(rows) - 1} trainings of {steps} steps gave the same bits; "
+        "the control did not"
+    )
 
 
 def _check_script(script: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows: workers' lines with a prefix, the team's without, and progress on a terminal."""
+"""What a run shows: workers' lines with a prefix, the team's without, progress on a terminal."""
 
 from __future__ import annotations
 

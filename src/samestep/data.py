@@ -36,15 +36,14 @@ class Unit:
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A global batch: which samples, cut into which lanes. `team.batches` makes them."""
+@dataclass(frozen=True)
+class Cut:
+    """Which samples a global batch has, and how they are cut into lanes."""
 
     epoch: int
     number: int
     indices: torch.Tensor
     lanes: tuple[range, ...]
-    loader: Loader = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -53,6 +52,13 @@ class Batch:
         """The lanes of a contiguous run as one unit."""
         start, stop = self.lanes[lanes.start].start, self.lanes[lanes.stop - 1].stop
         return Unit(self.number, lanes.start, tuple(self.indices[start:stop].tolist()))
+
+
+@dataclass(frozen=True)
+class Batch(Cut):
+    """A global batch, ready to be loaded. `team.batches` makes them; `trainer.step` takes them."""
+
+    loader: Loader = field(repr=False)
 
 
 def length_of(dataset: Any) -> int:

@@ -20,8 +20,12 @@ import torch
 from samestep.errors import DatasetMissing
 from samestep.tensors import Tensors
 
-_PARTS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
-_PARTS += ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_PARTS = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 _TIMEOUT_S = 20
 
 
@@ -133,7 +137,9 @@ def _fetch(known: _Known, part: int) -> Path:
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
             with _written_whole(target) as out:
-                for chunk in _with_progress(answer, int(answer.headers.get("Content-Length", 0)), file):
+                for chunk in _with_progress(
+                    answer, int(answer.headers.get("Content-Length", 0)), file
+                ):
                     digest.update(chunk)
                     out.write(chunk)
                 if digest.hexdigest() != known.md5[part]:
@@ -153,7 +159,9 @@ def _with_progress(stream: BinaryIO, total: int, name: str) -> Iterator[bytes]:
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+    with Progress(
+        "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    ) as bar:
         task = bar.add_task(name, total=total or None)
         for chunk in iter(lambda: stream.read(1 << 16), b""):
             bar.advance(task, len(chunk))

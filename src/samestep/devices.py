@@ -188,7 +188,9 @@ class NumericsClass:
 
     def differences(self, other: NumericsClass) -> list[str]:
         mine, theirs = asdict(self), asdict(other)
-        return [f"{name}: {mine[name]} / {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+        return [
+            f"{name}: {mine[name]} / {theirs[name]}" for name in mine if mine[name] != theirs[name]
+        ]
 
 
 def numerics_class(device: Device, probed: bool = True) -> NumericsClass:
@@ -199,7 +201,10 @@ def numerics_class(device: Device, probed: bool = True) -> NumericsClass:
         model = f"{properties.name} sm{properties.major}{properties.minor}"
         threads = 0  # a GPU's arithmetic does not depend on the host's threads
     else:
-        model, threads = f"{cpu_model()} {torch.backends.cpu.get_cpu_capability()}", torch.get_num_threads()
+        model, threads = (
+            f"{cpu_model()} {torch.backends.cpu.get_cpu_capability()}",
+            torch.get_num_threads(),
+        )
     flags = (
         f"tf32={torch.backends.cuda.matmul.allow_tf32}/{torch.backends.cudnn.allow_tf32}"
         f" deterministic={torch.are_deterministic_algorithms_enabled()}"
@@ -235,6 +240,7 @@ def probe(device: torch.device) -> str:
     It touches the kernels whose order of additions is the hardware's choice: convolution, matrix
     product, normalisation, softmax and the large sums of their gradients.
     """
+
     def drawn(*shape: int) -> torch.Tensor:
         count = torch.Size(shape).numel()
         values = torch.arange(count, dtype=torch.float64).mul_(0.7390851).frac_().sub_(0.5)
@@ -292,7 +298,9 @@ def describe(machine: Machine) -> list[dict[str, str]]:
                 "name": cpu_model() if device.kind == "cpu" else numerics.model,
                 "memory": f"{memory_bytes(device) / 2**30:.1f} GiB",
                 "cores": count,
-                "class": hashlib.sha256(repr((numerics.kind, numerics.model)).encode()).hexdigest()[:6],
+                "class": hashlib.sha256(repr((numerics.kind, numerics.model)).encode()).hexdigest()[
+                    :6
+                ],
             }
         )
     return rows

@@ -53,7 +53,7 @@ class ForkServer:
     def __init__(self) -> None:
         self.channel, theirs = channels()
         environment = dict(os.environ)
-        # Set before torch is imported: threads are numbered by samestep, never adjusted at run time.
+        # Read when torch is imported: the number of threads must not change while it runs.
         environment |= {"OMP_DYNAMIC": "false", "MKL_DYNAMIC": "false"}
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         code = (

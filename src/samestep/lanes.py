@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 __all__ = ["Node", "Reduction", "cut", "fused", "nodes", "reduction", "share"]
 
@@ -83,7 +84,7 @@ def cut(samples: int, lanes: int) -> tuple[range, ...]:
     """
     size, longer = divmod(samples, lanes)
     bounds = [lane * size + min(lane, longer) for lane in range(min(samples, lanes) + 1)]
-    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(range(a, b) for a, b in pairwise(bounds))
 
 
 def share(lanes: int, speeds: Sequence[float]) -> tuple[range, ...]:

@@ -1,7 +1,7 @@
 """`launch`: start a worker for each device, carry out what `supervise` decides, return the result.
 
-    launcher ──starts──▶ fork server (torch imported once) ──forks──▶ worker 0 … n-1
-       ▲   a channel and two output pipes for each worker; one board of shared memory for all
+launcher ──starts──▶ fork server (torch imported once) ──forks──▶ worker 0 … n-1
+   ▲   a channel and two output pipes for each worker; one board of shared memory for all
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from samestep.messages import Claim, Done, Failed, Order, Ready, Record, Shared,
 from samestep.payload import pack
 from samestep.processes import Channel, channels, memory_file
 from samestep.runs import RunFolder
-from samestep.supervise import End, Grant, Instruction, Lost, Outcome, Returned, begin, decide
+from samestep.supervise import End, Instruction, Lost, Outcome, Returned, begin, decide
 from samestep.team import Plan, Settings
 from samestep.worker import place
 
@@ -171,7 +171,11 @@ def _folder(run: str | os.PathLike[str], settings: Settings) -> RunFolder:
 
 def _json(result: Any) -> Any:
     """The result where JSON can hold it, else what it looks like."""
-    return result if isinstance(result, (int, float, str, bool, list, dict, type(None))) else repr(result)
+    return (
+        result
+        if isinstance(result, (int, float, str, bool, list, dict, type(None)))
+        else repr(result)
+    )
 
 
 class _Launch:
@@ -389,4 +393,3 @@ class _Launch:
     def _answer(self, number: int, fd: int) -> None:
         with suppress(BrokenPipeError):
             self._channels[number].send(None, (fd,))
-

@@ -25,6 +25,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.exchange import Flat, Shape
+from samestep.payload import as_bytes
 
 __all__ = ["ABSENT", "Layout", "Sums"]
 
@@ -138,9 +139,8 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     digest = hashlib.sha256()
     for name, value in tensors_of(model, optimizer):
         if isinstance(value, torch.Tensor):
-            tensor = value.detach().cpu().contiguous()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(as_bytes(value.cpu()))
         else:
             digest.update(f"{name} {value!r}\n".encode())
     return digest.hexdigest()

@@ -30,7 +30,7 @@ def install() -> None:
             step = vars(kind).get("step")
             code = getattr(step, "__code__", None)
             if code is not None and code.co_name == _GRAD_WRAPPER:
-                kind.step = _late_step(step)  # type: ignore[method-assign, assignment]
+                kind.step = _late_step(step)  # type: ignore[method-assign]
 
 
 def _late_mark(plain: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

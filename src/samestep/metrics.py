@@ -65,6 +65,8 @@ class Metric:
 
 
 class _TopK(Metric):
+    """The share of samples whose target is among the `k` largest outputs."""
+
     def __init__(self, k: int) -> None:
         if k < 1:
             raise UsageError(f"top_k: k must be at least 1, got {k}")
@@ -84,6 +86,8 @@ class _TopK(Metric):
 
 
 class _MeanLoss(Metric):
+    """The trainer's loss, averaged as in training."""
+
     def measure(self, seen: Seen) -> torch.Tensor:
         loss, weight = seen.loss_and_weight
         return torch.stack([loss.double(), weight.double()])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def mlp(inputs: int = 784, hidden: tuple[int, ...] = (256,), classes: int = 10) 
     """Fully connected layers with ReLU between them."""
     sizes = (inputs, *hidden)
     layers: list[nn.Module] = [nn.Flatten()]
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 

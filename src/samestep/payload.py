@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
 from mmap import ACCESS_COPY, mmap
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -33,7 +35,7 @@ def pack(value: Any) -> int:
         file.write(len(head).to_bytes(8, "little") + head + stream.getbuffer())
         for tensor, (offset, _, _) in zip(pickler.tensors, pickler.places, strict=True):
             file.seek(start + offset)
-            file.write(tensor.flatten().view(torch.uint8).numpy())
+            file.write(as_bytes(tensor))
     return fd
 
 
@@ -46,11 +48,31 @@ def unpack(fd: int) -> Any:
     return _Unpickler(io.BytesIO(memory[head_end : head_end + size]), memory, start, places).load()
 
 
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in logical order; a copy only where it is not so stored."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
 def _aligned(place: int) -> int:
     return -(-place // _ALIGN) * _ALIGN
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class HostPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, and: tensors of a GPU become tensors of the CPU, so that a launcher needs no GPU
+    to read them; modules that are objects of a class of their own go by name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            host = value.detach().cpu()
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        if isinstance(value, ModuleType) and type(value) is not ModuleType:
+            # cloudpickle knows plain modules; torch.backends.cudnn and its like are objects.
+            return importlib.import_module, (value.__name__,)
+        return super().reducer_override(value)
+
+
+class _Pickler(HostPickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
         self.tensors: list[torch.Tensor] = []

@@ -136,12 +136,12 @@ def describe_exit(status: int) -> str:
             name = signal.Signals(number).name
         except ValueError:
             name = f"signal {number}"
-        likely = {
+        likely: dict[int, str] = {
             signal.SIGKILL: "killed from outside, or by the kernel for want of memory",
             signal.SIGSEGV: "a crash in native code",
             signal.SIGABRT: "native code gave up",
             signal.SIGBUS: "a file or memory mapping shrank, or the memory ran out",
             signal.SIGTERM: "asked to end from outside",
-        }.get(number, "")
-        return f"was ended by {name}" + (f" ({likely})" if likely else "")
+        }
+        return f"was ended by {name}" + (f" ({likely[number]})" if number in likely else "")
     return f"left with exit status {os.waitstatus_to_exitcode(status)} (os._exit in your code?)"

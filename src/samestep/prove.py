@@ -1,4 +1,4 @@
-"""Proving it: the same short training on different devices and plans, and a control that differs."""
+"""Proving it: one short training on different devices and plans, and a control that differs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def prove(job: Job, machine: Machine, lanes: int, seed: int | None, steps: int) 
             if not ended:
                 raise UsageError("prove: the script did not call samestep.launch")
             if not ended[0].fingerprints:
-                raise UsageError("prove: the training made no trainer, so there is nothing to compare")
+                raise UsageError(
+                    "prove: the training made no trainer, so there is nothing to compare"
+                )
             yield Row(case, ended[0].fingerprints)
 
 

@@ -75,7 +75,7 @@ class Results:
             raise LossError("loss: gave a sparse gradient; use sparse=False in the embedding")
         if targets:
             put = torch._foreach_add_ if add else torch._foreach_copy_
-            put(targets, sources)  # type: ignore[operator]
+            put(targets, sources)
         if not add and not all(present):
             for view, here in zip(views, present, strict=True):
                 if not here:

@@ -1,4 +1,4 @@
-"""A run's folder: its settings and result (run.json), and one line for each `team.log` (log.jsonl)."""
+"""A run's folder: settings and result in run.json, a line for each `team.log` in log.jsonl."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def reseed(*parts: int | str) -> None:
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(number)
 
 
@@ -47,7 +47,8 @@ def order(samples: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
 def undisturbed() -> Iterator[None]:
     """Put every generator back where it was: what runs inside cannot be noticed outside."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state() if used else None
     try:
         yield
     finally:

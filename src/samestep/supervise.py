@@ -159,9 +159,7 @@ def _done(run: Run, number: int, event: Done) -> tuple[Run, tuple[Instruction, .
     return replace(run, outcome=Returned(run.result, run.members[0].fingerprints)), ()
 
 
-def odd_one_out(
-    fingerprints: list[tuple[str, ...]], devices: list[str]
-) -> DeviceDiffers | None:
+def odd_one_out(fingerprints: list[tuple[str, ...]], devices: list[str]) -> DeviceDiffers | None:
     """The error for workers whose weights are not the same at the end."""
     if len(set(fingerprints)) <= 1:
         return None
@@ -181,9 +179,7 @@ def _lost(run: Run, number: int, event: Lost) -> tuple[Run, tuple[Instruction, .
     if run.outcome is not None or was is State.DONE:
         # Workers leave one by one at the end; a late non-zero status changes no result.
         return run, ()
-    error = WorkerDied(
-        f"worker {number} ({device}) {describe_exit(event.status)} at {event.place}"
-    )
+    error = WorkerDied(f"worker {number} ({device}) {describe_exit(event.status)} at {event.place}")
     if event.report:
         error.add_note(event.report)
     return _stop(run, error)

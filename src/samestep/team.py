@@ -12,7 +12,7 @@ import torch
 
 from samestep import seeds
 from samestep.board import Board, Phase, Word, name_kind
-from samestep.data import Batch, Collate, Loader, Unit, length_of
+from samestep.data import Batch, Collate, Cut, Loader, Unit, length_of
 from samestep.devices import Device
 from samestep.errors import UsageError
 from samestep.exchange import Exchange, Shape
@@ -171,30 +171,30 @@ class Team:
         self._board.put(Word.EPOCH, epoch)
         self._board.put(Word.EPOCH_STEPS, count)
 
-        def ahead() -> Iterator[Unit]:
-            """The units this worker would run if the plan stayed as it is."""
+        def cuts() -> Iterator[Cut]:
             for number in range(count):
-                batch = make(number)
-                yield from self.units(batch, self.runs(len(batch.lanes), first + number))
+                indices = order[number * batch_size : (number + 1) * batch_size]
+                yield Cut(epoch, number, indices, cut(len(indices), self.lanes))
 
-        def make(number: int) -> Batch:
-            indices = order[number * batch_size : (number + 1) * batch_size]
-            return Batch(epoch, number, indices, cut(len(indices), self.lanes), loader)
-
-        first, loader = self._step, None  # type: ignore[var-annotated]
+        first = self._step
         loader = Loader(
             dataset,
             seed=self.seed,
             epoch=epoch,
             collate=collate,
             loaders=loaders,
-            ahead=ahead(),
+            # What this worker would run if the plan stayed as it is.
+            ahead=(
+                unit
+                for made in cuts()
+                for unit in self.units(made, self.runs(len(made.lanes), first + made.number))
+            ),
             cores=self._settings.cores,
         )
         try:
-            for number in range(count):
-                self._board.put(Word.EPOCH_STEP, number)
-                yield make(number)
+            for made in cuts():
+                self._board.put(Word.EPOCH_STEP, made.number)
+                yield Batch(made.epoch, made.number, made.indices, made.lanes, loader)
         finally:
             loader.close()
         if not self._counting:
@@ -255,6 +255,7 @@ class Team:
 
     @property
     def board(self) -> Board:
+        """Where this worker shows what it does."""
         return self._board
 
     def runs(self, lanes: int, step: int | None = None) -> tuple[range, ...]:
@@ -269,7 +270,7 @@ class Team:
         starts = [sum(counts[:i]) for i in range(self.size)]
         return tuple(range(a, a + n) for a, n in zip(starts, counts, strict=True))
 
-    def units(self, batch: Batch, runs: Sequence[range]) -> list[Unit]:
+    def units(self, batch: Cut, runs: Sequence[range]) -> list[Unit]:
         """What this worker runs of a batch: lane by lane, or all at once if not exact."""
         run = runs[self.number]
         if self.exact:
@@ -277,6 +278,7 @@ class Team:
         return [batch.unit(run)] if run else []
 
     def exchange(self, shape: Shape, lanes: int, kind: int, about: str) -> Exchange:
+        """An exchange between all workers of the team; `about` must be alike on each."""
         self._exchanges += 1
         name = f"exchange {self._exchanges}: {name_kind(kind)}"
         return self._link.exchange(self._board, shape, lanes, kind, name, about)
@@ -300,6 +302,7 @@ class Team:
             time.sleep((time.perf_counter() - began) * (1 / self._device.speed - 1))
 
     def fingerprints(self) -> list[str]:
+        """The fingerprint of each trainer."""
         return [trainer.fingerprint() for trainer in self._trainers if trainer.is_built]
 
 
@@ -317,4 +320,6 @@ def _value(value: Any) -> Any:
     """Something that JSON can hold."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
-    return value if isinstance(value, (int, float, str, bool, list, dict, type(None))) else str(value)
+    return (
+        value if isinstance(value, (int, float, str, bool, list, dict, type(None))) else str(value)
+    )

@@ -8,11 +8,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from samestep.board import Board
-from samestep.devices import Device, compare, inventory, numerics_class, parse, pinning, set_numerics
+from samestep.devices import (
+    Device,
+    compare,
+    inventory,
+    numerics_class,
+    parse,
+    pinning,
+    set_numerics,
+)
 from samestep.errors import UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.exchange.collectives import Collectives

@@ -240,9 +240,7 @@ class Trainer:
         values = [metric.value(total) for metric, total in zip(metrics, totals, strict=True)]
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _count(
-        self, metrics: tuple[Metric, ...], loader: Loader, unit: Unit
-    ) -> list[torch.Tensor]:
+    def _count(self, metrics: tuple[Metric, ...], loader: Loader, unit: Unit) -> list[torch.Tensor]:
         """What one chunk gives for each metric."""
         self._board.enter(Phase.EVALUATE, unit.lane)
         fields = to_device(loader.load(unit), self._team.device)
@@ -273,7 +271,7 @@ class Trainer:
             flat.f64.add_(values) if add else flat.f64.copy_(values)
             tree.fold(unit.lane)
         total = exchange.reduce(reduction(runs, chunks)).f64.cpu().clone()
-        split = total.split([shape.numel() for shape in shapes])
+        split = torch.split(total, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
 
     def _evaluation(self, chunks: int, shape: Shape) -> Exchange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import hashlib
+import io
 import mmap
 import os
 import queue
@@ -15,7 +16,6 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-import cloudpickle
 import torch
 
 from samestep import seeds, tensors
@@ -26,7 +26,7 @@ from samestep.exchange import Exchange, Shape
 from samestep.exchange.shared_memory import SharedMemory
 from samestep.failure import Failure
 from samestep.messages import Claim, Done, Failed, Order, Ready, Record, Shared, Wanted
-from samestep.payload import unpack
+from samestep.payload import HostPickler, as_bytes, unpack
 from samestep.processes import Channel, die_with_parent, keep_memory, memory_file
 from samestep.team import Settings, StopAt, Team
 
@@ -118,8 +118,9 @@ def with_exit_functions() -> None:
 
 def _pickled(result: Any) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(result)
-        return pickled
+        stream = io.BytesIO()
+        HostPickler(stream).dump(result)
+        return stream.getvalue()
     except Exception as error:
         raise UsageError(
             f"main: returned {type(result).__name__}, which cannot be sent to the launcher "
@@ -172,19 +173,18 @@ class _Line:
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor in memory that all workers share: whoever has it first gives it."""
-        flat = tensor.contiguous().flatten().view(torch.uint8)
-        about = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-        digest = hashlib.sha256(flat.numpy())
-        digest.update(about)
+        content = as_bytes(tensor)
+        digest = hashlib.sha256(content)
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         fds = self._ask(Wanted(digest.hexdigest()))
         if fds:
             fd = fds[0]
         else:
-            fd = memory_file(flat.numel(), "samestep-data")
+            fd = memory_file(len(content), "samestep-data")
             with os.fdopen(os.dup(fd), "wb") as file:
-                file.write(flat.numpy())
+                file.write(content)
             self.send(Shared(digest.hexdigest()), (fd,))
-        memory = mmap.mmap(fd, flat.numel(), access=mmap.ACCESS_COPY)
+        memory = mmap.mmap(fd, len(content), access=mmap.ACCESS_COPY)
         os.close(fd)
         return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 

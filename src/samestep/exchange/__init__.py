@@ -82,7 +82,8 @@ def add_tree(
     if len(reduction.additions) == 1:
         ((left, right),) = reduction.additions
         return torch.add(pieces[left], pieces[right], out=out)
-    values, spare, last = dict(pieces), [], len(reduction.additions) - 1
+    values, last = dict(pieces), len(reduction.additions) - 1
+    spare: list[torch.Tensor] = []
     for i, (left, right) in enumerate(reduction.additions):
         made = values[left] is not pieces[left]
         if i == last:

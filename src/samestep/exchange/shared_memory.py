@@ -72,7 +72,10 @@ class SharedMemory(Exchange):
         if reduction not in self._sliced:
             nodes = {slot: self._view(slot) for slot in reduction.slots}
             self._sliced[reduction] = [
-                ({slot: flat[part][where] for slot, flat in nodes.items()}, self._total[part][where])
+                (
+                    {slot: flat[part][where] for slot, flat in nodes.items()},
+                    self._total[part][where],
+                )
                 for part, where in enumerate(self._slices)
                 if where.start < where.stop
             ]
@@ -117,4 +120,5 @@ def _pin(flat: Flat) -> None:
     for tensor in flat:
         if tensor.numel():
             size = tensor.numel() * tensor.element_size()
-            torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostRegister(tensor.data_ptr(), size, 0)
