@@ -84,6 +84,7 @@ def test_importing_does_not_start_what_is_not_needed():
     import subprocess
     import sys
 
-    code = "import sys, samestep; print([m for m in ('typer', 'rich', 'torch._dynamo') if m in sys.modules])"
+    late = ("typer", "rich", "torch._dynamo")
+    code = f"import sys, samestep; print([m for m in {late} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -17,7 +17,8 @@ import samestep as ss
 
 def main(team):
     model = ss.models.mlp(100, (8,), 5)
-    trainer = team.trainer(model, jobs.torch.optim.SGD(model.parameters(), lr=0.1), jobs.cross_entropy)
+    optimizer = jobs.torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = team.trainer(model, optimizer, jobs.cross_entropy)
     accuracy = trainer.evaluate(jobs.images(), ss.metrics.accuracy, chunk=20)
     team.print("accuracy", accuracy)
     return jobs.convolution(team)

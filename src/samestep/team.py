@@ -64,7 +64,7 @@ class Link(Protocol):
 
 
 class StopAt(BaseException):
-    """The run has reached the step it was to stop at. Not an error, so no `except` should see it."""
+    """The run has reached the step it was to stop at. No user's `except` should catch it."""
 
 
 class Team:
