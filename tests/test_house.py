@@ -16,7 +16,7 @@ PACKAGE = Path(ss.__file__).parent
 ORDER = [
     "errors", "devices", "lanes", "seeds", "board", "processes", "payload", "failure",
     "tensors", "datasets", "loaders", "data", "metrics", "exchange", "exchange.shared_memory",
-    "exchange.collectives", "layout", "results", "tree", "team", "trainer", "models", "scratch",
+    "exchange.collectives", "layout", "results", "tree", "trainer", "team", "models", "scratch",
     "messages", "lazy_dynamo", "worker", "forkserver", "supervise", "console", "runs", "torchrun",
     "launch", "prove", "cli",
 ]  # fmt: skip

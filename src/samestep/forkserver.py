@@ -115,7 +115,7 @@ def server() -> Iterator[ForkServer]:
 
 
 def serve(fd: int) -> None:
-    """The server's own main; returns when the launcher is gone."""
+    """The server's own main; ends when the launcher is gone."""
     import torch  # noqa: F401
 
     from samestep import lazy_dynamo, worker
@@ -127,6 +127,7 @@ def serve(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
     _Server(channel, worker.run).loop()
+    os._exit(0)  # taking torch down properly would only take time
 
 
 class _Server:

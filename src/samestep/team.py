@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -17,9 +17,7 @@ from samestep.devices import Device
 from samestep.errors import UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.lanes import cut, share
-
-if TYPE_CHECKING:
-    from samestep.trainer import Loss, Trainer
+from samestep.trainer import Loss, Trainer
 
 Plan = Callable[[int, int], Sequence[int]]
 """`plan(lanes, step)` gives the number of lanes of each worker."""
@@ -212,8 +210,6 @@ class Team:
         store: str = "replicated",
     ) -> Trainer:
         """A trainer for `model`; see `Trainer`. Model and optimizer stay your own objects."""
-        from samestep.trainer import Trainer
-
         trainer = Trainer(
             self,
             model,
@@ -257,6 +253,11 @@ class Team:
     def board(self) -> Board:
         """Where this worker shows what it does."""
         return self._board
+
+    @property
+    def step(self) -> int:
+        """The number of steps committed since the start of the run."""
+        return self._step
 
     def runs(self, lanes: int, step: int | None = None) -> tuple[range, ...]:
         """The plan: the contiguous run of lanes of each worker."""

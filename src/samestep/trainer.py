@@ -16,9 +16,9 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -26,15 +26,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from samestep import seeds
-from samestep.board import Phase, kind_of
-from samestep.data import Batch, Collate, Loader, Unit, length_of, to_device
+from samestep.board import Board, Phase, kind_of
+from samestep.data import Batch, Collate, Cut, Loader, Unit, length_of, to_device
 from samestep.errors import LossError, NonFiniteLoss, OptimizerError, UsageError
 from samestep.exchange import Exchange, Flat, Shape
 from samestep.lanes import cut, fused, reduction, share
 from samestep.layout import Layout, Sums, fingerprint
 from samestep.metrics import Metric, Seen
 from samestep.results import Results, Scratch
-from samestep.team import Team
 from samestep.tree import Tree
 
 __all__ = ["Trainer"]
@@ -43,6 +42,34 @@ Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor | float | i
 
 _PRECISIONS = ("fp32", "bf16")
 _STORES = ("replicated",)
+
+
+class TrainersTeam(Protocol):
+    """What a trainer needs from its team."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def is_first(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def board(self) -> Board: ...
+    def runs(self, lanes: int) -> tuple[range, ...]: ...
+    def units(self, batch: Cut, runs: Sequence[range]) -> list[Unit]: ...
+    def exchange(self, shape: Shape, lanes: int, kind: int, about: str) -> Exchange: ...
+    def pause(self, began: float) -> None: ...
+    def commit(self, samples: int, loss: float) -> None: ...
 
 
 class Trainer:
@@ -55,7 +82,7 @@ class Trainer:
 
     def __init__(
         self,
-        team: Team,
+        team: TrainersTeam,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
@@ -148,7 +175,7 @@ class Trainer:
         board.enter(Phase.DATA, unit.lane)
         fields = to_device(batch.loader.load(unit), team.device)
         board.enter(Phase.LANE, unit.lane)
-        seeds.reseed("lane", team.seed, team.position.step, unit.lane)
+        seeds.reseed("lane", team.seed, team.step, unit.lane)
         for parameter in built.layout.all:
             parameter.grad = None
         with self._autocast():
@@ -162,7 +189,7 @@ class Trainer:
         team.pause(began)
 
     def _check_sums(self, sums: Sums, lane_losses: list[float]) -> None:
-        step = self._team.position.step
+        step = self._team.step
         if not math.isfinite(sums.loss):
             bad = [(i, loss) for i, loss in enumerate(lane_losses) if not math.isfinite(loss)]
             raise NonFiniteLoss(
@@ -180,7 +207,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(built.layout.parameters, clip_norm)
         if not torch.isfinite(norm):
             raise NonFiniteLoss(
-                f"step {self._team.position.step}: the gradient's norm is {norm.item()}; the "
+                f"step {self._team.step}: the gradient's norm is {norm.item()}; the "
                 "weights were left as they were before this step"
             )
 
