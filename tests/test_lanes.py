@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from samestep.exchange import add_tree
@@ -73,22 +73,17 @@ class Pair:
 
 
 @given(plans(), st.integers(0, 2**32))
+@example((24, (range(1), range(1, 24))), 0)  # five nodes beside each other, then three buffers
 @settings(max_examples=300)
 def test_any_plan_gives_the_bits_of_the_plain_tree(plan, seed):
     lanes, runs = plan
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(3, generator=generator) * 10.0 ** (i % 5) for i in range(lanes)]
     slots: dict[int, Pair] = {}
-    deepest = 0
     for run in runs:
-        scratch = [Pair() for _ in range(depth(lanes) + 1)]
-
-        def scratched(number, scratch=scratch):
-            nonlocal deepest
-            deepest = max(deepest, number)
-            return scratch[number]
-
-        tree = Tree(run, lanes, lambda lane: slots.setdefault(lane, Pair()), scratched)
+        scratch = [Pair() for _ in range(depth(lanes) - 1)]  # no more are needed
+        slot = lambda lane: slots.setdefault(lane, Pair())  # noqa: E731
+        tree = Tree(run, lanes, slot, scratch.__getitem__)
         for lane in run:
             buffer, add = tree.leaf(lane)
             buffer.value = buffer.value + values[lane] if add else values[lane].clone()

@@ -22,13 +22,18 @@ class Tree:
         self._final = {node.first for node in nodes(run, lanes)}
         self._stack: list[Node] = []
         self._buffers: list[Flat] = []
+        self._slots = 0  # how many of them are slots
 
     def leaf(self, lane: int) -> tuple[Flat, bool]:
         """Where the lane's result goes, and whether it is to be added there or written."""
         node = Node(0, lane).raised(self._lanes)
         if self._stack and self._stack[-1].pairs_with(node):
             return self._buffers[-1], True
-        buffer = self._slot(lane) if lane in self._final else self._scratch(len(self._buffers))
+        if lane in self._final:
+            # Invariant: what was begun before it is complete, so it lies on slots alone.
+            buffer, self._slots = self._slot(lane), self._slots + 1
+        else:
+            buffer = self._scratch(len(self._buffers) - self._slots)
         self._buffers.append(buffer)
         return buffer, False
 
