@@ -14,7 +14,7 @@ PACKAGE = Path(ss.__file__).parent
 
 # Each module imports only from what stands before it.
 ORDER = [
-    "errors", "devices", "lanes", "seeds", "board", "processes", "payload", "failure",
+    "errors", "devices", "lanes", "seeds", "board", "barrier", "processes", "payload", "failure",
     "tensors", "datasets", "loaders", "data", "metrics", "exchange", "exchange.shared_memory",
     "exchange.collectives", "layout", "results", "tree", "trainer", "team", "models", "scratch",
     "messages", "lazy_dynamo", "worker", "forkserver", "supervise", "console", "runs", "torchrun",

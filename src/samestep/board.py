@@ -1,44 +1,63 @@
-"""The board: one page of shared memory on which each worker shows where it is.
+"""The board: shared memory where each worker shows where it is, and the launcher who is left.
 
-Every worker writes its own row and reads the others'. There is no lock, so a dead process cannot
-hold one. The launcher reads the rows for progress and for naming the step and lane of a failure.
+    head       the launcher's: newest generation, whether the run is to stop
+    rows       one for each worker that was ever started; a worker writes its own, all read it
+    rosters    the launcher's: for each generation its members, written before the generation is
+
+There is no lock, so a dead process cannot hold one. What a dead worker wrote stays as it was: those
+that are left decide from it, and so decide alike.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import platform
 import struct
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
-from samestep.errors import TeamError
+ROWS = 1024  # workers that one launch may start, replacements included
+GENERATIONS = 4 * ROWS
+_WORDS = 48  # of 8 bytes: what peers poll and the progress lie in different cache lines
+_HEAD = 8
 
-_WORDS = 32  # of 8 bytes: the flags that peers poll and the progress lie in different cache lines
-_SPINS = 200
-_YIELD_S = 0.002
-_SLEEP_S = 0.0001
+
+class Head(IntEnum):
+    """The launcher's own words."""
+
+    GENERATION = 0
+    STOP = 1  # the run is to end at the next boundary, with its state saved
+    FIRST = 2  # the seat whose worker is `team.is_first`
 
 
 class Word(IntEnum):
-    """The columns of a row."""
+    """The columns of a row. Those that say "stamp" hold an operation and an attempt at it."""
 
-    WRITTEN = 0  # number of the last exchange whose nodes are written
-    SUMMED = 1  # number of the last exchange whose slice is added
-    KIND = 2  # what the last exchange was for, see `name_kind`
-    FINISHED = 3  # main has returned
-    PHASE = 8
-    STEP = 9
-    LANE = 10
-    EPOCH = 11
-    EPOCHS = 12
-    EPOCH_STEP = 13
-    EPOCH_STEPS = 14
-    SAMPLES = 15
-    LOSS = 16  # the bits of a float64
+    OWN = 0  # the last operation for which this worker's own run is written whole
+    WRITTEN = 1  # stamp: all that this worker owes is written
+    SUMMED = 2  # stamp: its slice is added
+    PASSED = 3  # the last operation that is over for it
+    AGREED = 4  # stamp: it has seen that the team changed, and will not pass by the old one
+    KIND = 5  # what the operation is for, see `name_kind`
+    FINISHED = 6  # main has returned
+    SEEN = 8  # the newest generation when an operation began; one word for even ones, one for odd
+    HASHED = 10  # the operation that DIGEST belongs to
+    DIGEST = 11  # a cheap hash of its weights
+    PHASE = 16
+    STEP = 17
+    LANE = 18
+    EPOCH = 19
+    EPOCHS = 20
+    EPOCH_STEP = 21
+    EPOCH_STEPS = 22
+    SAMPLES = 23
+    LOSS = 24  # the bits of a float64
+    ACTIONS = 25  # grows with everything it begins; what does not grow may be hanging
+    LANE_US = 26  # the longest of its recent lanes
+    WAITS_FOR = 27  # the row it waits for, or -1
+    FRESH = 28  # what it does now may be much longer than usual: a first lane, a compilation
 
 
 class Phase(IntEnum):
@@ -52,12 +71,38 @@ class Phase(IntEnum):
     UPDATE = 5
     EVALUATE = 6
     FINISHED = 7
+    CATCH_UP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The members of the team in one generation, by seat.
+
+    `rooms` are the sizes of lanes that each has no memory for (0: none is known)."""
+
+    generation: int
+    rows: tuple[int, ...]
+    seats: tuple[int, ...]
+    rooms: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def only(self, rows: Sequence[int]) -> Roster:
+        """Without those that are not in `rows`."""
+        kept = [i for i, row in enumerate(self.rows) if row in rows]
+        return Roster(
+            self.generation,
+            tuple(self.rows[i] for i in kept),
+            tuple(self.seats[i] for i in kept),
+            tuple(self.rooms[i] for i in kept),
+        )
 
 
 if platform.machine() in {"x86_64", "AMD64", "i386", "i686"}:
 
     def fence() -> None:
-        """x86 keeps stores in order and loads in order, which is all that the flags need."""
+        """x86 keeps stores in order and loads in order, which is all that the words need."""
 
 else:
     _gate = threading.Lock()
@@ -75,16 +120,18 @@ else:
 
 
 class Board:
-    """The rows of all workers; `me` is the row this process writes (the launcher has none)."""
+    """The board of a launch with `seats` devices; `me` is the row this process writes."""
 
-    def __init__(self, size: int, me: int = 0, fd: int | None = None) -> None:
-        self.size, self.me = size, me
-        bytes_ = size * _WORDS * 8
-        self._map = mmap.mmap(-1 if fd is None else fd, bytes_)
+    def __init__(self, seats: int, me: int = 0, fd: int | None = None) -> None:
+        self.seats, self.me = seats, me
+        self._map = mmap.mmap(-1 if fd is None else fd, self.bytes_needed(seats))
         self.words = memoryview(self._map).cast("q")
-        self._mine = me * _WORDS
-        self._others = [worker for worker in range(size) if worker != me]
-        self.operations = 0
+        self._mine = _HEAD + me * _WORDS
+
+    @staticmethod
+    def bytes_needed(seats: int) -> int:
+        """Most of it is never touched, and takes no memory."""
+        return 8 * (_HEAD + ROWS * _WORDS + GENERATIONS * (1 + 3 * seats))
 
     def close(self) -> None:
         self.words.release()
@@ -93,61 +140,57 @@ class Board:
     def put(self, word: Word, value: int) -> None:
         self.words[self._mine + word] = value
 
-    def get(self, worker: int, word: Word) -> int:
-        return self.words[worker * _WORDS + word]
+    def get(self, row: int, word: Word) -> int:
+        return self.words[_HEAD + row * _WORDS + word]
+
+    def place(self, row: int, word: Word) -> int:
+        """Where in `words` it stands."""
+        return _HEAD + row * _WORDS + word
 
     def enter(self, phase: Phase, lane: int = -1) -> None:
         """Show the phase, and the lane if it is about one."""
-        self.words[self._mine + Word.PHASE] = phase
-        self.words[self._mine + Word.LANE] = lane
+        words, mine = self.words, self._mine
+        words[mine + Word.PHASE] = phase
+        words[mine + Word.LANE] = lane
+        words[mine + Word.ACTIONS] += 1
 
     def put_loss(self, loss: float) -> None:
         self.put(Word.LOSS, struct.unpack("q", struct.pack("d", loss))[0])
 
-    def loss(self, worker: int) -> float:
-        value: float = struct.unpack("d", struct.pack("q", self.get(worker, Word.LOSS)))[0]
+    def loss(self, row: int) -> float:
+        value: float = struct.unpack("d", struct.pack("q", self.get(row, Word.LOSS)))[0]
         return value
 
-    def wait_written(self, kind: int) -> None:
-        """Say that this worker's nodes are written, and wait until everyone's are."""
-        self.operations += 1
-        self.put(Word.KIND, kind)
-        fence()
-        self.put(Word.WRITTEN, self.operations)
-        self._wait(Word.WRITTEN, kind)
-        for worker in self._others:
-            if (theirs := self.get(worker, Word.KIND)) != kind:
-                raise TeamError(_mismatch(self.me, kind, worker, f"is in {name_kind(theirs)}"))
+    # The team
 
-    def wait_summed(self, kind: int) -> None:
-        """Say that this worker's slice is added, and wait until everyone's is."""
-        fence()
-        self.put(Word.SUMMED, self.operations)
-        self._wait(Word.SUMMED, kind)
+    def head(self, word: Head) -> int:
+        return self.words[word]
 
-    def _wait(self, word: Word, kind: int) -> None:
-        words, operation = self.words, self.operations
-        for worker in self._others:
-            place = worker * _WORDS + word
-            if words[place] < operation:
-                self._wait_for(lambda place=place: words[place] >= operation, worker, kind)  # type: ignore[misc]
-        fence()
+    def put_head(self, word: Head, value: int) -> None:
+        """The launcher only."""
+        self.words[word] = value
 
-    def _wait_for(self, arrived: Callable[[], bool], worker: int, kind: int) -> None:
-        for _ in range(_SPINS):
-            if arrived():
-                return
-        until = time.monotonic() + _YIELD_S
-        while time.monotonic() < until:
-            if arrived():
-                return
-            os.sched_yield()
-        while not arrived():
-            # Invariant: a worker marks itself finished after its last exchange, so a finished
-            # worker that has not arrived never will.
-            if self.get(worker, Word.FINISHED) and not arrived():
-                raise TeamError(_mismatch(self.me, kind, worker, "has finished `main`"))
-            time.sleep(_SLEEP_S)
+    def publish(self, roster: Roster) -> None:
+        """The launcher only: a new generation, its members first."""
+        start = self._roster_place(roster.generation)
+        self.words[start] = len(roster)
+        for i, entry in enumerate(zip(roster.rows, roster.seats, roster.rooms, strict=True)):
+            for j, value in enumerate(entry):
+                self.words[start + 1 + 3 * i + j] = value
+        fence()
+        self.put_head(Head.GENERATION, roster.generation)
+
+    def roster(self, generation: int | None = None) -> Roster:
+        """The team of a generation, the newest unless given. Once published, it never changes."""
+        generation = self.head(Head.GENERATION) if generation is None else generation
+        fence()
+        start = self._roster_place(generation)
+        count = self.words[start]
+        flat = [self.words[start + 1 + i] for i in range(3 * count)]
+        return Roster(generation, tuple(flat[::3]), tuple(flat[1::3]), tuple(flat[2::3]))
+
+    def _roster_place(self, generation: int) -> int:
+        return _HEAD + ROWS * _WORDS + generation * (1 + 3 * self.seats)
 
 
 def kind_of(trainer: int, evaluate: bool) -> int:
@@ -158,10 +201,3 @@ def kind_of(trainer: int, evaluate: bool) -> int:
 def name_kind(kind: int) -> str:
     what = "trainer.evaluate" if kind % 2 else "trainer.step"
     return what if kind < 2 else f"{what} of trainer {kind // 2}"
-
-
-def _mismatch(me: int, kind: int, other: int, what: str) -> str:
-    return (
-        f"worker {me} is in {name_kind(kind)} while worker {other} {what}: every worker must "
-        "make the same calls in the same order (is one of them under `if team.is_first:`?)"
-    )

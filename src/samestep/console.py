@@ -22,6 +22,8 @@ class Console:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self.seats: dict[int, int] = {}  # of the workers' rows
+        self.oldest = 0  # the row whose progress is shown
         self._pending: dict[tuple[int, int], str] = {}
         self._decoders: dict[tuple[int, int], Any] = {}
         self._bar: Progress | None = None
@@ -57,7 +59,10 @@ class Console:
         if line.startswith(ONCE):
             self.say(line.removeprefix(ONCE))
         elif line and not self._muted:
-            self.say(f"worker {worker} | {line}", sys.stdout if stream == 1 else sys.stderr)
+            self.say(
+                f"worker {self.seats.get(worker, worker)} | {line}",
+                sys.stdout if stream == 1 else sys.stderr,
+            )
 
     def say(self, line: str, to: TextIO | None = None) -> None:
         """One line of the run's own."""
@@ -73,24 +78,24 @@ class Console:
         if now - self._last < _REFRESH_S or not sys.stdout.isatty():
             return
         self._last, board = now, self._board
-        steps = board.get(0, Word.EPOCH_STEPS)
+        steps = board.get(self.oldest, Word.EPOCH_STEPS)
         if not steps:
             return
-        samples = board.get(0, Word.SAMPLES)
+        samples = board.get(self.oldest, Word.SAMPLES)
         if self._bar is None:
             self._bar, self._task = _bar()
         if samples < self._samples or not self._began:
             self._began, self._samples = now, samples
         rate = (samples - self._samples) / max(now - self._began, 1e-6)
-        epochs = board.get(0, Word.EPOCHS)
-        epoch = f"epoch {board.get(0, Word.EPOCH) + 1}" + (f"/{epochs}" if epochs else "")
+        epochs = board.get(self.oldest, Word.EPOCHS)
+        epoch = f"epoch {board.get(self.oldest, Word.EPOCH) + 1}" + (f"/{epochs}" if epochs else "")
         self._bar.update(
             self._task,
-            completed=board.get(0, Word.EPOCH_STEP),
+            completed=board.get(self.oldest, Word.EPOCH_STEP),
             total=steps,
             description=epoch,
             rate=f"{rate:,.0f} samples/s",
-            loss=f"loss {board.loss(0):.4f}",
+            loss=f"loss {board.loss(self.oldest):.4f}",
         )
         self._bar.refresh()
 

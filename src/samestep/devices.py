@@ -186,6 +186,9 @@ class NumericsClass:
     flags: str
     probe: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.model}, torch {self.torch}, {self.threads} threads, probe {self.probe}"
+
     def differences(self, other: NumericsClass) -> list[str]:
         mine, theirs = asdict(self), asdict(other)
         return [

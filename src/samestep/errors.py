@@ -10,7 +10,10 @@
     ├── BufferDiffers                    an integer buffer differs between lanes
     ├── TeamError                        the workers did not do the same things
     ├── DeviceDiffers                    a device does not give the same bits as the others
-    ├── WorkerDied                       a worker ended by a signal or an exit
+    ├── WorkerDied                       too many workers were lost, or all of them
+    ├── CheckpointError                  a run's state cannot be read or written
+    │   └── CheckpointDiffers            it is of another training
+    ├── OutOfMemory                      no device has room for a lane
     └── RemoteError                      an exception of the user's that cannot be pickled
 
 A message gives the argument, the constraint, the value and the remedy.
@@ -60,7 +63,19 @@ class DeviceDiffers(SamestepError):
 
 
 class WorkerDied(SamestepError):
-    """A worker ended by a signal or by leaving the process."""
+    """Workers were lost, by a signal or by leaving the process, and the run could not go on."""
+
+
+class CheckpointError(SamestepError):
+    """A checkpoint of a run cannot be read, or none of them is intact."""
+
+
+class CheckpointDiffers(CheckpointError):
+    """A checkpoint is of another training: other parameters, lanes, data or code."""
+
+
+class OutOfMemory(SamestepError, MemoryError):
+    """No device has the memory for a lane."""
 
 
 class RemoteError(SamestepError):

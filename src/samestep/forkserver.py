@@ -34,9 +34,18 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """To the server: end a worker and whatever it has started."""
+    """To the server: send a signal to a worker; to end it means to end all it has started."""
 
     number: int
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """From the server: the process id of a new worker."""
+
+    number: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +171,10 @@ class _Server:
     def _obey(self, message: Fork | Kill, fds: tuple[int, ...]) -> None:
         if isinstance(message, Kill):
             for pid, number in self._workers.items():
-                if number == message.number:
+                if number == message.number and message.signal == signal.SIGKILL:
                     _kill(pid)
+                elif number == message.number:
+                    os.kill(pid, message.signal)
             return
         pid = os.fork()
         if pid == 0:
@@ -177,6 +188,7 @@ class _Server:
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         self._workers[pid] = message.number
+        self._channel.send(Forked(message.number, pid))
         for fd in fds:
             os.close(fd)
 

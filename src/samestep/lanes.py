@@ -15,12 +15,12 @@ which lane decides only where a partial sum is made, never what it is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-__all__ = ["Node", "Reduction", "cut", "fused", "nodes", "reduction", "share"]
+__all__ = ["Node", "Reduction", "cut", "fused", "nodes", "reduction", "reshare", "share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What an exchange has to add: `owners[w]` are the slots that worker w holds, in order;
+    """What an exchange has to add: `owners[w]` are the slots that run w has, in order;
     `additions` are (left, right) pairs, each meaning left += right, ending in slot `root`."""
 
     owners: tuple[tuple[int, ...], ...]
@@ -111,6 +111,33 @@ def share(lanes: int, speeds: Sequence[float]) -> tuple[range, ...]:
     return tuple(runs)
 
 
+def reshare(
+    runs: Sequence[range], missing: Collection[int], helpers: Sequence[int]
+) -> tuple[tuple[range, ...], dict[int, tuple[range, ...]]]:
+    """Share out the runs of the places in `missing` between `helpers`.
+
+    >>> reshare([range(0, 3), range(3, 6), range(6, 8)], {1}, [0, 2])
+    ((range(0, 3), range(3, 5), range(5, 6), range(6, 8)), {0: (range(3, 5),), 2: (range(5, 6),)})
+
+    Returns all runs that there are then, from left to right, and the new ones of each helper.
+    """
+    lost = [runs[place] for place in sorted(missing) if runs[place]]
+    pieces = [run for place, run in enumerate(runs) if run and place not in missing]
+    work: dict[int, list[range]] = {place: [] for place in helpers}
+    done = 0
+    shares = share(sum(map(len, lost)), [1.0] * len(helpers))
+    for run in lost:
+        for place, mine in zip(helpers, shares, strict=True):
+            start, stop = max(mine.start, done), min(mine.stop, done + len(run))
+            if start < stop:
+                part = range(run.start + start - done, run.start + stop - done)
+                work[place].append(part)
+                pieces.append(part)
+        done += len(run)
+    pieces.sort(key=lambda run: run.start)
+    return tuple(pieces), {place: tuple(parts) for place, parts in work.items()}
+
+
 def join(stack: list[Node], node: Node, lanes: int) -> list[tuple[Node, Node]]:
     """Push `node` and merge siblings for as long as there are any; returns the merged pairs."""
     pairs = []
@@ -132,7 +159,7 @@ def nodes(run: range, lanes: int) -> tuple[Node, ...]:
 
 @lru_cache(maxsize=1024)
 def reduction(runs: tuple[range, ...], lanes: int) -> Reduction:
-    """The additions that are left once every worker has reduced its own run of lanes."""
+    """The additions that are left once each run of lanes has been reduced by itself."""
     held = [nodes(run, lanes) for run in runs]
     stack: list[Node] = []
     pairs: list[tuple[Node, Node]] = []
@@ -146,7 +173,7 @@ def reduction(runs: tuple[range, ...], lanes: int) -> Reduction:
 
 @lru_cache(maxsize=1024)
 def fused(runs: tuple[range, ...]) -> Reduction:
-    """`exact=False`: each worker has one result for its whole run; they are added left to right."""
+    """`exact=False`: there is one result for each run; they are added left to right."""
     owners = tuple((run.start,) if run else () for run in runs)
     slots = sorted(slot for owned in owners for slot in owned)
     return Reduction(owners, tuple((slots[0], slot) for slot in slots[1:]))

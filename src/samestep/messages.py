@@ -14,8 +14,10 @@ class Order:
     """To a new worker, through the fork server. Its descriptors: channel, stdout, stderr, board,
     payload, crash report."""
 
-    number: int
-    size: int
+    row: int
+    seat: int
+    seats: int
+    joins: bool
     device: Device
     threads: int
     exact: bool
@@ -59,17 +61,71 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record for the run's log."""
+    """One record for the run's log, as text too. Every worker sends it; `step`, `names` and
+    `number` (the how-manieth of these at this step) tell that it is the same."""
 
     values: dict[str, Any]
+    text: str
+    step: int
+    names: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """A replacement has come to where it needs the team's state. The answer is `State`."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of the run; its descriptor comes with it. From a member: for the workers of `rows`
+    that join, or (none) to be written to disk: at once if `due`. To a worker: what it asked for."""
+
+    rows: tuple[int, ...] = ()
+    step: int = 0
+    due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """There was no memory for a lane of `size` samples; the batch had `lanes` lanes."""
+
+    size: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """After `step` steps the workers' weights differ: a digest for each row, and those rows that
+    differ from the majority (none if there is none)."""
+
+    step: int
+    digests: tuple[tuple[int, int], ...]
+    odd: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """`main` has returned; `result` is its pickled value on the first worker."""
+    """`main` has returned."""
 
-    result: bytes | None
     fingerprints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """To a worker that is done: send what `main` has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What `main` has returned, pickled."""
+
+    pickled: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """To a worker that is done: it is over."""
 
 
 @dataclass(frozen=True, slots=True)

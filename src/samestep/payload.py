@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import os
 import pickle
 from mmap import ACCESS_COPY, mmap
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -52,6 +53,26 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the CPU, in logical order; a copy only where it is not so stored."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def digest_of_code(function: Any) -> str:
+    """A digest of what a function does, by its byte code: not of its line numbers or comments."""
+    while hasattr(function, "func") or hasattr(function, "__wrapped__"):
+        function = getattr(function, "func", None) or function.__wrapped__
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return repr(type(function))
+    return hashlib.sha256(_code_bytes(code)).hexdigest()[:8]
+
+
+def _code_bytes(code: CodeType) -> bytes:
+    constants = b"".join(
+        _code_bytes(item) if isinstance(item, CodeType) else repr(item).encode()
+        for item in code.co_consts
+        if not isinstance(item, frozenset)  # its order is not fixed
+    )
+    names = repr((code.co_names, code.co_varnames)).encode()
+    return code.co_code + constants + names
 
 
 def _aligned(place: int) -> int:

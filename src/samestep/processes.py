@@ -128,8 +128,18 @@ def channels() -> tuple[Channel, Channel]:
     return Channel(left), Channel(right)
 
 
-def describe_exit(status: int) -> str:
-    """What a wait status says, in words."""
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory since it started."""
+    try:
+        with open("/proc/vmstat") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    except OSError:
+        return 0
+
+
+def describe_exit(status: int, out_of_memory: bool = False) -> str:
+    """What a wait status says, in words. `out_of_memory`: the kernel has killed for want of memory
+    just then."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         try:
@@ -137,7 +147,9 @@ def describe_exit(status: int) -> str:
         except ValueError:
             name = f"signal {number}"
         likely: dict[int, str] = {
-            signal.SIGKILL: "killed from outside, or by the kernel for want of memory",
+            signal.SIGKILL: "the kernel's out-of-memory killer"
+            if out_of_memory
+            else "killed from outside: the kernel's out-of-memory killer was not at work",
             signal.SIGSEGV: "a crash in native code",
             signal.SIGABRT: "native code gave up",
             signal.SIGBUS: "a file or memory mapping shrank, or the memory ran out",

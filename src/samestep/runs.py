@@ -15,12 +15,18 @@ import samestep
 
 
 class RunFolder:
-    """Made by the launcher; an earlier run under the same name is kept beside it."""
+    """Made by the launcher; an earlier run under the same name is kept beside it, unless this one
+    goes on from it: then `lines` of its log are kept."""
 
-    def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], settings: dict[str, Any], lines: int | None = None
+    ) -> None:
         self.path = Path(path)
-        self.kept_as = _make_room(self.path)
+        self.kept_as = _make_room(self.path) if lines is None else None
         self.path.mkdir(parents=True, exist_ok=True)
+        self.lines = lines or 0
+        if lines is not None:
+            self._cut_log(lines)
         self._began = time.time()
         self._record: dict[str, Any] = {
             "samestep": samestep.__version__,
@@ -36,6 +42,16 @@ class RunFolder:
     def log(self, values: dict[str, Any]) -> None:
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
+        self.lines += 1
+
+    def _cut_log(self, lines: int) -> None:
+        """Drop what was logged after the state that a resumed run goes on from."""
+        log = self.path / "log.jsonl"
+        if log.exists():
+            kept = log.read_text().splitlines(keepends=True)[:lines]
+            beside = self.path / "log.jsonl.new"
+            beside.write_text("".join(kept))
+            os.replace(beside, log)
 
     def finish(self, state: str, **result: Any) -> None:
         seconds = round(time.time() - self._began, 3)

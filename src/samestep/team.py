@@ -10,19 +10,25 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from samestep import seeds
-from samestep.board import Board, Phase, Word, name_kind
+from samestep import seeds, state
+from samestep.barrier import Barrier
+from samestep.board import Board, Head, Phase, Word, name_kind
 from samestep.data import Batch, Collate, Cut, Loader, Unit, length_of
 from samestep.devices import Device
-from samestep.errors import UsageError
+from samestep.errors import CheckpointDiffers, TeamError, UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.lanes import cut, share
+from samestep.state import Snapshot
 from samestep.trainer import Loss, Trainer
 
 Plan = Callable[[int, int], Sequence[int]]
 """`plan(lanes, step)` gives the number of lanes of each worker."""
 
 T = TypeVar("T")
+
+_SNAPSHOT_S = (
+    10.0  # at the end of a loop, the state is kept in memory if it was last kept before that
+)
 
 
 class Position(NamedTuple):
@@ -44,21 +50,59 @@ class Settings:
     plan: Plan | None = None
     stop_at: int | None = None
     cores: tuple[int, ...] = ()
+    check_every: int = 0
+    saves: Saves | None = None
+    resumed: Resumed | None = None
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Saves:
+    """When a run's state is saved: every so many steps, or seconds."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a resumed run goes on from."""
+
+    snapshot: Snapshot
+    name: str
+    edited: bool
+    lines: int
+    numerics: str
 
 
 class Link(Protocol):
     """What a team needs from whoever started it: a launcher, or torchrun."""
 
     def exchange(
-        self, board: Board, shape: Shape, lanes: int, kind: int, name: str, about: str
+        self, barrier: Barrier, shape: Shape, lanes: int, kind: int, name: str, about: str
     ) -> Exchange:
         """An exchange between all workers; `about` must be the same text on each of them."""
 
     def show(self, text: str) -> None:
         """Print once for the whole team."""
 
-    def record(self, values: dict[str, Any]) -> None:
-        """Keep one record of the run's log."""
+    def record(self, values: dict[str, Any], text: str, step: int) -> None:
+        """Keep and show one record of the run's log. Every worker says it."""
+
+    def catch_up(self) -> Snapshot:
+        """Ask to join the others, and wait for the state they are in."""
+
+    def give(self, rows: tuple[int, ...], snapshot: Snapshot) -> None:
+        """Hand the state to workers that join."""
+
+    def save(self, snapshot: Snapshot, due: bool) -> None:
+        """Hand the state to be written to disk, at once (`due`) or if the run has to stop."""
+
+    def no_room(self, size: int, lanes: int) -> None:
+        """Say that there is no memory here for a lane of `size` samples."""
+
+    def wait_end(self) -> None:
+        """Wait to be ended."""
 
 
 class StopAt(BaseException):
@@ -68,13 +112,23 @@ class StopAt(BaseException):
 class Team:
     """What `main` is given. Every worker runs `main` and makes the same calls in the same order."""
 
-    def __init__(self, settings: Settings, board: Board, link: Link) -> None:
-        self._settings, self._board, self._link = settings, board, link
-        self._device = settings.devices[board.me]
-        self._epoch = self._step = self._exchanges = 0
+    def __init__(
+        self, settings: Settings, board: Board, link: Link, seat: int = 0, joins: bool = False
+    ) -> None:
+        self._settings, self._board, self._link, self._seat = settings, board, link, seat
+        self._device = settings.devices[seat]
+        self._barrier = Barrier(board, board.roster())
+        self._epoch = self._step = self._loops = self._replayed = 0
         self._counting = False
         self._kept: dict[str, Any] = {}
         self._trainers: list[Trainer] = []
+        self._open: dict[int, int] = {}  # loops of batches under way: how many each has given
+        self._ends: dict[int, int] = {}  # the step at which each finished loop ended
+        self._records: list[Any] = []  # what calls have returned, for those who catch up
+        self._facts: dict[str, str] = {}
+        self._behind = joins or settings.resumed is not None
+        self._target: Snapshot | None = None
+        self._saved_step, self._saved_at = 0, time.monotonic()
 
     @property
     def position(self) -> Position:
@@ -83,13 +137,13 @@ class Team:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
-        return self._board.size
+        """The number of workers, at this moment."""
+        return len(self._barrier.roster)
 
     @property
     def number(self) -> int:
-        """This worker's number, from 0."""
-        return self._board.me
+        """This worker's number, from 0: that of its device in `devices`."""
+        return self._seat
 
     @property
     def device(self) -> torch.device:
@@ -118,8 +172,18 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """True on one worker: for writing files and the like. Never step or evaluate under it."""
-        return self._board.me == 0
+        """True on one worker: for writing files and the like. Never step or evaluate under it.
+
+        False where something was skipped while catching up: the weights are not the run's then.
+        """
+        return self._seat == self._board.head(Head.FIRST) and self._target is None
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether this worker is still on its way to where the run is: it has replaced one that was
+        lost, or the run was resumed. Until then loops of batches are empty, `evaluate` returns what
+        it returned then, and nothing is printed or logged."""
+        return self._behind
 
     def __repr__(self) -> str:
         return (
@@ -166,35 +230,51 @@ class Team:
                 "samples, so there is no batch; lower batch_size or keep the last batch"
             )
         order = seeds.order(samples, self.seed, epoch, shuffle)
-        self._board.put(Word.EPOCH, epoch)
-        self._board.put(Word.EPOCH_STEPS, count)
+        loop, self._loops = self._loops, self._loops + 1
+        about = {"samples": samples, "batch_size": batch_size, "shuffle": shuffle}
+        self._facts |= {name: str(v) for name, v in {**about, "drop_last": drop_last}.items()}
 
-        def cuts() -> Iterator[Cut]:
-            for number in range(count):
+        def cuts(start: int) -> Iterator[Cut]:
+            for number in range(start, count):
                 indices = order[number * batch_size : (number + 1) * batch_size]
                 yield Cut(epoch, number, indices, cut(len(indices), self.lanes))
 
-        first = self._step
-        loader = Loader(
-            dataset,
-            seed=self.seed,
-            epoch=epoch,
-            collate=collate,
-            loaders=loaders,
-            # What this worker would run if the plan stayed as it is.
-            ahead=(
-                unit
-                for made in cuts()
-                for unit in self.units(made, self.runs(len(made.lanes), first + made.number))
-            ),
-            cores=self._settings.cores,
-        )
-        try:
-            for made in cuts():
-                self._board.put(Word.EPOCH_STEP, made.number)
-                yield Batch(made.epoch, made.number, made.indices, made.lanes, loader)
-        finally:
-            loader.close()
+        def batch(made: Cut, loader: Loader) -> Batch:
+            return Batch(made.epoch, made.number, made.indices, made.lanes, loader)
+
+        start = self._start_of(loop)
+        if start is not None:
+            if self._is_here(loop):
+                plain = Loader(dataset, seed=self.seed, epoch=epoch, collate=collate)
+                self._go_live(batch(next(cuts(0)), plain))
+            self._board.put(Word.EPOCH, epoch)
+            self._board.put(Word.EPOCH_STEPS, count)
+            first = self._step - start
+            loader = Loader(
+                dataset,
+                seed=self.seed,
+                epoch=epoch,
+                collate=collate,
+                loaders=loaders,
+                # What this worker would run if the plan stayed as it is.
+                ahead=(
+                    unit
+                    for made in cuts(start)
+                    for unit in self.units(
+                        made, self.runs(len(made.lanes), first + made.number)[self.place]
+                    )
+                ),
+                cores=self._settings.cores,
+            )
+            try:
+                for made in cuts(start):
+                    self._boundary(loop, made.number)
+                    yield batch(made, loader)
+                self._boundary(loop, count, is_end=True)
+            finally:
+                loader.close()
+                self._open.pop(loop, None)
+                self._ends[loop] = self._step
         if not self._counting:
             self._epoch += 1
 
@@ -238,16 +318,174 @@ class Team:
 
     def log(self, **values: Any) -> None:
         """Print one line of results, once, and add it to the run's log."""
-        if self.is_first:
-            self._link.show("  ".join(f"{name} {_plain(value)}" for name, value in values.items()))
-            self._link.record({"step": self._step, **{k: _value(v) for k, v in values.items()}})
+        if self._behind:
+            return
+        text = "  ".join(f"{name} {_plain(value)}" for name, value in values.items())
+        self._link.record(
+            {"step": self._step, **{k: _value(v) for k, v in values.items()}}, text, self._step
+        )
 
     def print(self, *values: Any, sep: str = " ") -> None:
         """Print once, however many workers there are."""
-        if self.is_first:
+        if self.is_oldest and not self._behind:
             self._link.show(sep.join(map(str, values)))
 
+    # Catching up, joining, saving
+
+    def _start_of(self, loop: int) -> int | None:
+        """The first batch of a loop; None if it is over already."""
+        if not self._behind:
+            return 0
+        target = self._wanted()
+        if loop == target.loop:
+            return target.batch
+        if loop in target.ends:
+            self._step = target.ends[loop]
+            return None
+        if loop in target.open:
+            return target.open[loop] - 1  # the batch that it had given is given again
+        raise TeamError(
+            f"`main` has come to its loop of batches number {loop + 1}, which the run it is to "
+            "catch up with had not begun: `main` must do the same each time"
+        )
+
+    def _is_here(self, loop: int) -> bool:
+        return self._target is not None and self._behind and loop == self._target.loop
+
+    def _wanted(self) -> Snapshot:
+        """The state to catch up with; from now on something is skipped."""
+        if self._target is None:
+            self._board.enter(Phase.CATCH_UP)
+            resumed = self._settings.resumed
+            self._target = resumed.snapshot if resumed else self._link.catch_up()
+        return self._target
+
+    def _go_live(self, batch: Batch) -> None:
+        """`main` is where the run is: take its state and its random numbers."""
+        target = self._target
+        assert target is not None
+        for trainer in self._trainers:
+            trainer.make_whole(batch)
+        self._check_same(target)
+        for trainer, saved in zip(self._trainers, target.trainers, strict=True):
+            trainer.restore(saved)
+        for scheduler, saved in zip(self._schedulers(), target.schedulers, strict=True):
+            scheduler.load_state_dict(saved)
+        for name, kept in self._kept.items():
+            kept.load_state_dict(target.kept[name])
+        self._step, self._ends, self._records = target.step, target.ends, target.records
+        self._saved_step = self._step
+        self._board.put(Word.STEP, target.step)
+        self._board.put(Word.SAMPLES, target.samples)
+        if target.generation:
+            roster = self._board.roster(target.generation)
+            self._barrier.enter(roster, target.operation)
+        self._behind, self._target = False, None
+        self._board.enter(Phase.MAIN)
+        state.set_random_state(target.random)
+
+    def _check_same(self, target: Snapshot) -> None:
+        """Refuse the state of another training, with a table of what differs."""
+        resumed = self._settings.resumed
+        theirs, mine = target.facts, self._all_facts()
+        names = [
+            name
+            for name in dict.fromkeys([*theirs, *mine])
+            if theirs.get(name) != mine.get(name)
+            and not (resumed and resumed.edited and name.startswith("code"))
+        ]
+        if not names and self._replayed == len(target.records):
+            return
+        if resumed is None:
+            raise TeamError(
+                f"worker {self.number}: `main` took another way than in the other workers, so this "
+                "one cannot join them; `main` must do the same each time"
+            )
+        if not names:
+            names = ["calls of evaluate"]
+            theirs, mine = ({names[0]: str(n)} for n in (len(target.records), self._replayed))
+        width = max(map(len, names))
+        rows = [
+            f"  {name:<{width}}  {theirs.get(name, '-')} there, {mine.get(name, '-')} here"
+            for name in names
+        ]
+        remedy = "start it as it was started, or give another run= to begin a new one"
+        if all(name.startswith("code") for name in names):
+            remedy = 'if the change is meant, say resume="edited"; ' + remedy
+        raise CheckpointDiffers(
+            "\n".join([f"resume: {resumed.name} is of another training:", *rows, remedy])
+        )
+
+    def _all_facts(self) -> dict[str, str]:
+        settings = self._settings
+        facts = {
+            "lanes": str(settings.lanes),
+            "seed": str(settings.seed),
+            "exact": str(settings.exact),
+            "threads": str(settings.threads),
+            "code of main": settings.code,
+            "kept": ", ".join(sorted(self._kept)) or "nothing",
+            "schedulers": ", ".join(type(s).__name__ for s in self._schedulers()) or "none",
+            "trainers": str(len(self._trainers)),
+            **self._facts,
+        }
+        for trainer in self._trainers:
+            facts |= trainer.facts()
+        return facts
+
+    def _schedulers(self) -> list[Any]:
+        return list(state.schedulers([trainer.optimizer for trainer in self._trainers]))
+
+    def _boundary(self, loop: int, batch: int, is_end: bool = False) -> None:
+        """Between two batches nothing is under way: here workers join, and the state is saved."""
+        self._open[loop] = batch
+        self._board.put(Word.EPOCH_STEP, batch)
+        if self._behind:
+            return
+        if self._barrier.joined is not None:
+            rows = self._barrier.join()
+            if self.is_oldest:
+                self._link.give(rows, self._snapshot(loop, batch))
+        if self._settings.saves is not None and self.is_oldest:
+            self._save(loop, batch, is_end)
+
+    def _save(self, loop: int, batch: int, is_end: bool) -> None:
+        saves, stop = self._settings.saves, self._board.head(Head.STOP)
+        assert saves is not None
+        steps, seconds = self._step - self._saved_step, time.monotonic() - self._saved_at
+        due = bool(stop) or (
+            steps >= saves.steps if saves.steps else steps > 0 and seconds >= saves.seconds
+        )
+        if due or (is_end and seconds > _SNAPSHOT_S and steps):
+            self._link.save(self._snapshot(loop, batch), due)
+            self._saved_step, self._saved_at = self._step, time.monotonic()
+        if stop:
+            self._link.wait_end()
+
+    def _snapshot(self, loop: int, batch: int) -> Snapshot:
+        return Snapshot(
+            loop=loop,
+            batch=batch,
+            step=self._step,
+            samples=self._board.get(self._board.me, Word.SAMPLES),
+            open={n: given for n, given in self._open.items() if n != loop},
+            ends=dict(self._ends),
+            records=list(self._records),
+            facts=self._all_facts(),
+            trainers=[trainer.state() for trainer in self._trainers],
+            schedulers=[scheduler.state_dict() for scheduler in self._schedulers()],
+            kept={name: kept.state_dict() for name, kept in self._kept.items()},
+            random=state.random_state(),
+            operation=self._barrier.operation,
+            generation=self._barrier.roster.generation,
+        )
+
     # What follows is for the trainer.
+
+    @property
+    def is_oldest(self) -> bool:
+        """True on the worker that has been in the team for longest: it speaks for all."""
+        return self._board.me == min(self._barrier.roster.rows)
 
     @property
     def board(self) -> Board:
@@ -259,11 +497,64 @@ class Team:
         """The number of steps committed since the start of the run."""
         return self._step
 
-    def runs(self, lanes: int, step: int | None = None) -> tuple[range, ...]:
-        """The plan: the contiguous run of lanes of each worker."""
-        if self._settings.plan is None:
-            return share(lanes, [device.speed for device in self._settings.devices])
-        counts = list(self._settings.plan(lanes, self._step if step is None else step))
+    @property
+    def loop(self) -> int:
+        """The number of loops of batches begun."""
+        return self._loops
+
+    @property
+    def place(self) -> int:
+        """Where this worker stands among the members; runs are in that order."""
+        return self._barrier.place
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the weights are not what they were here when the run came by."""
+        return self._target is not None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether workers compare their weights in the present step."""
+        every = self._settings.check_every
+        return bool(every) and self._step % every == 0 and self.size > 1
+
+    def recorded(self, what: str, compute: Callable[[], T]) -> T:
+        """The result of a call, or while catching up what it was then."""
+        if self._behind:
+            records = self._wanted().records
+            if self._replayed >= len(records) or records[self._replayed][0] != what:
+                raise TeamError(
+                    f"`main` has called {what} where the run it is to catch up with did not: "
+                    "`main` must do the same each time"
+                )
+            self._replayed += 1
+            value: T = records[self._replayed - 1][1]
+            return value
+        value = compute()
+        self._records.append((what, value))
+        return value
+
+    def no_room(self, size: int, lanes: int) -> None:
+        """Say that there is no memory here for a lane of `size` samples."""
+        self._link.no_room(size, lanes)
+
+    def runs(self, lanes: int, step: int | None = None, size: int = 0) -> tuple[range, ...]:
+        """The plan: the contiguous run of lanes of each member. Who is known to have no room for
+        lanes of `size` gets none."""
+        roster = self._barrier.roster
+        plan = self._settings.plan
+        if plan is None or len(roster) != len(self._settings.devices):
+            speeds = [self._settings.devices[seat].speed for seat in roster.seats]
+            fit = [not room or size < room for room in roster.rooms]
+            if all(fit) or not any(fit):
+                return share(lanes, speeds)
+            shares = iter(share(lanes, [v for v, fits in zip(speeds, fit, strict=True) if fits]))
+            runs, end = [], 0
+            for fits in fit:
+                runs.append(next(shares) if fits else range(end, end))
+                end = runs[-1].stop
+            return tuple(runs)
+        counts = list(plan(lanes, self._step if step is None else step))
         if len(counts) != self.size or sum(counts) != lanes or min(counts) < 0:
             raise UsageError(
                 f"plan: must give {self.size} counts that add up to {lanes} lanes, gave {counts}"
@@ -271,26 +562,24 @@ class Team:
         starts = [sum(counts[:i]) for i in range(self.size)]
         return tuple(range(a, a + n) for a, n in zip(starts, counts, strict=True))
 
-    def units(self, batch: Cut, runs: Sequence[range]) -> list[Unit]:
-        """What this worker runs of a batch: lane by lane, or all at once if not exact."""
-        run = runs[self.number]
+    def units(self, batch: Cut, run: range) -> list[Unit]:
+        """A run of lanes of a batch: lane by lane, or all at once if not exact."""
         if self.exact:
             return [batch.unit(range(lane, lane + 1)) for lane in run]
         return [batch.unit(run)] if run else []
 
-    def exchange(self, shape: Shape, lanes: int, kind: int, about: str) -> Exchange:
-        """An exchange between all workers of the team; `about` must be alike on each."""
-        self._exchanges += 1
-        name = f"exchange {self._exchanges}: {name_kind(kind)}"
-        return self._link.exchange(self._board, shape, lanes, kind, name, about)
+    def exchange(self, shape: Shape, lanes: int, kind: int, key: str, about: str) -> Exchange:
+        """An exchange between all workers of the team, called `key`; `about` must be alike."""
+        name = f"{name_kind(kind)} {key}"
+        return self._link.exchange(self._barrier, shape, lanes, kind, name, about)
 
     def commit(self, samples: int, loss: float) -> None:
         """A step has been applied: move on, with random numbers keyed by the new position."""
         board = self._board
         self._step += 1
         board.put(Word.STEP, self._step)
-        board.put(Word.SAMPLES, board.get(self.number, Word.SAMPLES) + samples)
-        board.put(Word.EPOCH_STEP, board.get(self.number, Word.EPOCH_STEP) + 1)
+        board.put(Word.SAMPLES, board.get(board.me, Word.SAMPLES) + samples)
+        board.put(Word.EPOCH_STEP, board.get(board.me, Word.EPOCH_STEP) + 1)
         board.put_loss(loss)
         board.enter(Phase.MAIN)
         seeds.reseed("main", self.seed, self._step)

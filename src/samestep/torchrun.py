@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.board import Board
+from samestep.barrier import Barrier
+from samestep.board import Board, Roster
 from samestep.devices import (
     Device,
     compare,
@@ -20,9 +21,10 @@ from samestep.devices import (
     pinning,
     set_numerics,
 )
-from samestep.errors import UsageError
+from samestep.errors import OutOfMemory, UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.exchange.collectives import Collectives
+from samestep.state import Snapshot
 from samestep.supervise import odd_one_out, unlike
 from samestep.team import Plan, Settings, Team
 from samestep.worker import place, run_main
@@ -70,7 +72,9 @@ def join(
             raise error
         settings = Settings(tuple(team_devices), lanes, seed, exact, threads, plan)
         board = Board(size, rank)
-        team = Team(settings, board, _Link(mine))
+        everyone = tuple(range(size))
+        board.publish(Roster(1, everyone, everyone, (0,) * size))
+        team = Team(settings, board, _Link(mine, rank), rank)
         try:
             result = run_main(team, settings, main, args, kwargs)
         except Exception as error:
@@ -118,19 +122,39 @@ def _gather(value: Any) -> list[Any]:
 class _Link:
     """What a team needs, over the process group."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, rank: int) -> None:
+        self._device, self._rank = device, rank
 
     def exchange(
-        self, board: Board, shape: Shape, lanes: int, kind: int, name: str, about: str
+        self, barrier: Barrier, shape: Shape, lanes: int, kind: int, name: str, about: str
     ) -> Exchange:
         for other, theirs in enumerate(_gather(about)):
             if theirs != about:
-                raise unlike(board.me, other, about, theirs)
+                raise unlike(self._rank, other, about, theirs)
         return Collectives(shape, self._device.torch_device)
 
     def show(self, text: str) -> None:
         print(text, flush=True)
 
-    def record(self, values: dict[str, Any]) -> None:
+    def record(self, values: dict[str, Any], text: str, step: int) -> None:
         """A run's folder belongs to a launcher; under torchrun there is none."""
+        if self._rank == 0:
+            print(text, flush=True)
+
+    def catch_up(self) -> Snapshot:
+        raise NotImplementedError  # nobody joins workers that torchrun started
+
+    def give(self, rows: tuple[int, ...], snapshot: Snapshot) -> None:
+        raise NotImplementedError
+
+    def save(self, snapshot: Snapshot, due: bool) -> None:
+        raise NotImplementedError
+
+    def no_room(self, size: int, lanes: int) -> None:
+        raise OutOfMemory(
+            f"rank {self._rank} ({self._device}) has no memory for a lane of {size} samples; "
+            f"lanes={2 * lanes} would make smaller ones"
+        )
+
+    def wait_end(self) -> None:
+        raise NotImplementedError

@@ -10,13 +10,15 @@ Until the commit a step has had no effect.
 from __future__ import annotations
 
 import contextlib
+import gc
+import hashlib
 import inspect
-import itertools
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,14 +28,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from samestep import seeds
-from samestep.board import Board, Phase, kind_of
+from samestep.board import Board, Phase, Word, kind_of
 from samestep.data import Batch, Collate, Cut, Loader, Unit, length_of, to_device
-from samestep.errors import LossError, NonFiniteLoss, OptimizerError, UsageError
-from samestep.exchange import Exchange, Flat, Shape
+from samestep.errors import LossError, NonFiniteLoss, OptimizerError, TeamError, UsageError
+from samestep.exchange import Exchange, Flat, Shape, Work
 from samestep.lanes import cut, fused, reduction, share
-from samestep.layout import Layout, Sums, fingerprint
+from samestep.layout import Layout, Sums, digest, fingerprint
 from samestep.metrics import Metric, Seen
+from samestep.payload import digest_of_code
 from samestep.results import Results, Scratch
+from samestep.state import capture, restore
 from samestep.tree import Tree
 
 __all__ = ["Trainer"]
@@ -48,7 +52,7 @@ class TrainersTeam(Protocol):
     """What a trainer needs from its team."""
 
     @property
-    def number(self) -> int: ...
+    def place(self) -> int: ...
     @property
     def size(self) -> int: ...
     @property
@@ -60,14 +64,24 @@ class TrainersTeam(Protocol):
     @property
     def exact(self) -> bool: ...
     @property
-    def is_first(self) -> bool: ...
+    def is_oldest(self) -> bool: ...
+    @property
+    def catching_up(self) -> bool: ...
+    @property
+    def has_skipped(self) -> bool: ...
+    @property
+    def is_checked(self) -> bool: ...
     @property
     def step(self) -> int: ...
     @property
+    def loop(self) -> int: ...
+    @property
     def board(self) -> Board: ...
-    def runs(self, lanes: int) -> tuple[range, ...]: ...
-    def units(self, batch: Cut, runs: Sequence[range]) -> list[Unit]: ...
-    def exchange(self, shape: Shape, lanes: int, kind: int, about: str) -> Exchange: ...
+    def runs(self, lanes: int, step: int | None = None, size: int = 0) -> tuple[range, ...]: ...
+    def units(self, batch: Cut, run: range) -> list[Unit]: ...
+    def exchange(self, shape: Shape, lanes: int, kind: int, key: str, about: str) -> Exchange: ...
+    def recorded(self, what: str, compute: Callable[[], Any]) -> Any: ...
+    def no_room(self, size: int, lanes: int) -> None: ...
     def pause(self, began: float) -> None: ...
     def commit(self, samples: int, loss: float) -> None: ...
 
@@ -103,12 +117,14 @@ class Trainer:
             raise UsageError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
         self.model, self.optimizer = model.to(team.device), optimizer
         self._team, self._board, self._number = team, team.board, number
-        self._loss = _compiled(loss) if compile else loss
+        self._loss, self._compiles = _compiled(loss) if compile else loss, compile
         self._plain_loss = loss
         self._clip_norm, self._precision = clip_norm, precision
         self._built: Results | None = None
         self._batch: Batch | None = None
         self._total: Flat | None = None
+        self._loop, self._loss_sum, self._weight_sum = 0, 0.0, 0.0
+        self._seen_sizes: set[Any] = set()
         self._exchanges: dict[tuple[int, Shape], Exchange] = {}
         if self.is_built:
             self._build()
@@ -127,16 +143,25 @@ class Trainer:
             raise UsageError(
                 f"step: needs a batch of team.batches(...), got {type(batch).__name__}"
             )
+        if self._team.catching_up:
+            raise TeamError(
+                "step: this worker is still catching up, and this step stands before an inner loop "
+                "of batches; loops of batches in one another can only step in the innermost"
+            )
         built = self._build(batch)
-        self._runs = self._team.runs(len(batch.lanes))
-        tree = Tree(
-            self._runs[self._team.number], len(batch.lanes), built.exchange.slot, built.scratch
-        )
+        size = max(map(len, batch.lanes))
+        self._runs = self._team.runs(len(batch.lanes), size=size)
         built.begin()
-        with self._deterministic_kernels():
-            for unit in self._team.units(batch, self._runs):
-                self._run(built, tree, batch, unit)
-        self._batch = batch
+        self._batch, self._has_room = batch, True
+        try:
+            self._run_lanes(self._runs[self._team.place])
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._has_room = False
+            traceback.clear_frames(error.__traceback__)
+        if not self._has_room:
+            self._give_back(size)
 
     def exchange(self) -> None:
         """Add the nodes of all workers."""
@@ -145,7 +170,14 @@ class Trainer:
         lanes = len(self._batch.lanes)
         self._board.enter(Phase.EXCHANGE)
         self._total = self._built.exchange.reduce(
-            reduction(self._runs, lanes) if self._team.exact else fused(self._runs)
+            Work(
+                self._runs,
+                (lambda runs: reduction(runs, lanes)) if self._team.exact else fused,
+                self._run_lanes,
+                max(map(len, self._batch.lanes)),
+                self._has_room,
+                digest(self.model) if self._team.is_checked else None,
+            )
         )
 
     def update(self) -> float:
@@ -165,13 +197,47 @@ class Trainer:
             self._clip(built, self._clip_norm)
         self.optimizer.step()
         built.commit_buffers(total, tail, sums.size, grown)
+        if self._team.loop != self._loop:
+            self._loop, self._loss_sum, self._weight_sum = self._team.loop, 0.0, 0.0
+        self._loss_sum += sums.loss
+        self._weight_sum += sums.weight
         loss = sums.loss / sums.weight
         self._team.commit(len(batch), loss)
         return loss
 
+    def epoch_loss(self) -> float:
+        """The mean loss over the steps of the latest loop of batches. Unlike a sum made in `main`
+        it is right after a resume in the middle of the loop, too."""
+        return self._team.recorded(  # type: ignore[no-any-return]
+            "epoch_loss", lambda: self._loss_sum / max(self._weight_sum, 1e-300)
+        )
+
+    def _run_lanes(self, run: range) -> None:
+        """Run lanes of the present batch and fold their results into nodes."""
+        batch, built = self._batch, self._built
+        assert batch is not None
+        assert built is not None
+        tree = Tree(run, len(batch.lanes), built.exchange.slot, built.scratch)
+        with self._deterministic_kernels():
+            for unit in self._team.units(batch, run):
+                self._run(built, tree, batch, unit)
+        self._board.enter(Phase.EXCHANGE)
+
+    def _give_back(self, size: int) -> None:
+        """There was no memory for a lane: free what there is, and let others run these lanes."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gc.collect()
+        if self._team.device.type == "cuda":
+            torch.cuda.empty_cache()
+        assert self._batch is not None
+        self._team.no_room(size, len(self._batch.lanes))
+
     def _run(self, built: Results, tree: Tree, batch: Batch, unit: Unit) -> None:
         """One lane: nothing but (weights, step, lane) may have a part in its result."""
         team, board, began = self._team, self._board, time.perf_counter()
+        size = len(unit.indices)
+        board.put(Word.FRESH, size not in self._seen_sizes)
         board.enter(Phase.DATA, unit.lane)
         fields = to_device(batch.loader.load(unit), team.device)
         board.enter(Phase.LANE, unit.lane)
@@ -187,6 +253,10 @@ class Trainer:
         built.write(flat, add, unit.lane, loss.detach(), weight, len(unit.indices))
         tree.fold(unit.lane)
         team.pause(began)
+        self._seen_sizes.add(size)
+        micros = int((time.perf_counter() - began) * 1e6)
+        # The longest of late, slowly forgotten: what a hang is measured by.
+        board.put(Word.LANE_US, max(micros, board.get(board.me, Word.LANE_US) * 63 // 64))
 
     def _check_sums(self, sums: Sums, lane_losses: list[float]) -> None:
         step = self._team.step
@@ -245,14 +315,37 @@ class Trainer:
             )
         if not isinstance(chunk, int) or chunk < 1:
             raise UsageError(f"chunk={chunk!r}: must be a whole number of at least 1")
+        totals = self._team.recorded(
+            "evaluate", lambda: self._totals(dataset, metrics, chunk, collate, loaders)
+        )
+        values = [metric.value(total) for metric, total in zip(metrics, totals, strict=True)]
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _totals(
+        self,
+        dataset: Any,
+        metrics: tuple[Metric, ...],
+        chunk: int,
+        collate: Collate | None,
+        loaders: int,
+    ) -> list[torch.Tensor]:
+        """The sum over all chunks, for each metric: through the same tree and exchange as
+        gradients."""
         team, samples = self._team, length_of(dataset)
         chunks = cut(samples, math.ceil(samples / chunk))
         runs = share(len(chunks), [1.0] * team.size)
-        units = [Unit(0, i, tuple(chunks[i])) for i in runs[team.number]]
-        # A worker without a chunk looks at the first one, only to learn how long the counts are.
-        spare = Unit(0, 0, tuple(chunks[0]))
+        mine = runs[team.place]
+
+        def unit(number: int) -> Unit:
+            return Unit(0, number, tuple(chunks[number]))
+
         loader = Loader(
-            dataset, seed=team.seed, epoch=-1, collate=collate, loaders=loaders, ahead=units
+            dataset,
+            seed=team.seed,
+            epoch=-1,
+            collate=collate,
+            loaders=loaders,
+            ahead=[unit(number) for number in mine],
         )
         with (
             contextlib.closing(loader),
@@ -261,11 +354,31 @@ class Trainer:
             torch.no_grad(),
             self._autocast(),
         ):
-            counts = (self._count(metrics, loader, unit) for unit in units or [spare])
-            totals = self._add_counts(counts, units, runs, len(chunks))
+            # A worker without a chunk looks at the first one, to learn how long the counts are.
+            known = mine.start if mine else 0
+            first = self._count(metrics, loader, unit(known))
+            shapes = [count.shape for count in first]
+            shape = Shape(0, sum(count.numel() for count in first))
+            exchange = self._evaluation(len(chunks), shape)
+            scratch = Scratch(shape, team.device)
+
+            def count_chunks(run: range) -> None:
+                tree = Tree(run, len(chunks), exchange.slot, scratch)
+                for number in run:
+                    parts = first if number == known else self._count(metrics, loader, unit(number))
+                    flat, add = tree.leaf(number)
+                    values = torch.cat([part.flatten() for part in parts])
+                    flat.f64.add_(values) if add else flat.f64.copy_(values)
+                    tree.fold(number)
+
+            count_chunks(mine)
+            self._board.enter(Phase.EXCHANGE)
+            total = exchange.reduce(
+                Work(runs, lambda runs: reduction(runs, len(chunks)), count_chunks)
+            )
         self._board.enter(Phase.MAIN)
-        values = [metric.value(total) for metric, total in zip(metrics, totals, strict=True)]
-        return values[0] if len(values) == 1 else tuple(values)
+        split = torch.split(total.f64.cpu().clone(), [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
 
     def _count(self, metrics: tuple[Metric, ...], loader: Loader, unit: Unit) -> list[torch.Tensor]:
         """What one chunk gives for each metric."""
@@ -277,34 +390,10 @@ class Trainer:
         )
         return [metric.measure(seen).to(torch.float64) for metric in metrics]
 
-    def _add_counts(
-        self,
-        counts: Iterator[list[torch.Tensor]],
-        units: list[Unit],
-        runs: tuple[range, ...],
-        chunks: int,
-    ) -> list[torch.Tensor]:
-        """The sum over all chunks: through the same tree and exchange as gradients."""
-        first = next(counts)
-        shapes = [count.shape for count in first]
-        shape = Shape(0, sum(count.numel() for count in first))
-        exchange = self._evaluation(chunks, shape)
-        tree = Tree(
-            runs[self._team.number], chunks, exchange.slot, Scratch(shape, self._team.device)
-        )
-        for unit, parts in zip(units, itertools.chain([first], counts), strict=False):
-            flat, add = tree.leaf(unit.lane)
-            values = torch.cat([part.flatten() for part in parts])
-            flat.f64.add_(values) if add else flat.f64.copy_(values)
-            tree.fold(unit.lane)
-        total = exchange.reduce(reduction(runs, chunks)).f64.cpu().clone()
-        split = torch.split(total, [shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
-
     def _evaluation(self, chunks: int, shape: Shape) -> Exchange:
         if (chunks, shape) not in self._exchanges:
             self._exchanges[chunks, shape] = self._team.exchange(
-                shape, chunks, kind_of(self._number, True), f"{chunks} {shape.f64}"
+                shape, chunks, kind_of(self._number, True), f"{chunks} {shape.f64}", ""
             )
         return self._exchanges[chunks, shape]
 
@@ -321,11 +410,13 @@ class Trainer:
             raise UsageError(
                 "fingerprint: the model has lazily initialised modules; train one step first"
             )
-        return fingerprint(self.model, self.optimizer)
+        return self._team.recorded(  # type: ignore[no-any-return]
+            "fingerprint", lambda: fingerprint(self.model, self.optimizer)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights as safetensors, once and whole."""
-        if not self._team.is_first:
+        if not self._team.is_oldest or self._team.catching_up:
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -341,14 +432,53 @@ class Trainer:
         if not self.is_built and batch is not None:
             self._initialise_lazy(batch)
         layout = Layout(self.model, self._team.lanes)
+        described = layout.describe()
+        # Weights are compared where they are what `main` made them, and nothing else.
+        is_new = self._team.step == 0 and not self._team.has_skipped
+        weights = fingerprint(self.model, self.optimizer) if is_new else ""
         exchange = self._team.exchange(
             layout.shape,
             self._team.lanes,
             kind_of(self._number, False),
-            f"{layout.describe()} {fingerprint(self.model, self.optimizer)}",
+            described[:16],
+            f"{described} {weights}",
         )
         self._built = Results(layout, self.model, exchange, self._team.device)
         return self._built
+
+    def state(self) -> dict[str, Any]:
+        """What a snapshot keeps of it."""
+        sums = [self._team.loop - self._loop, self._loss_sum, self._weight_sum]
+        return {**capture(self.model, self.optimizer), "sums": sums}
+
+    def make_whole(self, batch: Batch) -> None:
+        """Let lazily initialised modules look at a batch, before values are put back into them."""
+        if not self.is_built:
+            self._initialise_lazy(batch)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Put back what a snapshot kept."""
+        restore(self.model, self.optimizer, saved)
+        behind, self._loss_sum, self._weight_sum = saved["sums"]
+        self._loop = self._team.loop - behind
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same in a run that goes on from this one's state."""
+        shapes = ", ".join(
+            f"{name} {'lazy' if is_lazy(p) else tuple(p.shape)} {p.dtype}"
+            for name, p in self.model.named_parameters()
+        )
+        counted = "lazily made"
+        if self.is_built:
+            counted = f"{sum(p.numel() for p in self.model.parameters()):,}"
+        prefix = f"trainer {self._number} " if self._number else ""
+        settings = (self._clip_norm, self._precision, self._compiles)
+        return {
+            f"{prefix}parameters": f"{counted} ({hashlib.sha256(shapes.encode()).hexdigest()[:8]})",
+            f"{prefix}optimizer": type(self.optimizer).__name__,
+            f"{prefix}clip_norm, precision, compile": ", ".join(map(str, settings)),
+            f"code of {prefix}loss": digest_of_code(self._plain_loss),
+        }
 
     def _initialise_lazy(self, batch: Batch) -> None:
         """Let lazy modules see lane 0, on every worker with the same random numbers."""
@@ -398,6 +528,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: {name} needs sparse gradients, which have no fixed layout; use "
             "torch.optim.Adam and sparse=False"
         )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a class for it on GPUs; on the CPU it is a RuntimeError that says so."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def _compiled(loss: Loss) -> Loss:

@@ -9,27 +9,45 @@ import io
 import mmap
 import os
 import queue
-import random
 import signal
 import socket
 import sys
 import threading
+from collections import Counter
 from typing import Any, NoReturn
 
 import torch
 
-from samestep import seeds, tensors
+from samestep import seeds, state, tensors
+from samestep.barrier import Barrier, Verdict
 from samestep.board import Board, Phase, Word
 from samestep.devices import numerics_class, set_numerics
 from samestep.errors import UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.exchange.shared_memory import SharedMemory
 from samestep.failure import Failure
-from samestep.messages import Claim, Done, Failed, Order, Ready, Record, Shared, Wanted
-from samestep.payload import HostPickler, as_bytes, unpack
+from samestep.messages import (
+    CatchUp,
+    Claim,
+    Differs,
+    Done,
+    Failed,
+    NoRoom,
+    Order,
+    Ready,
+    Record,
+    Result,
+    Shared,
+    State,
+    Tell,
+    Wanted,
+)
+from samestep.payload import HostPickler, as_bytes, pack, unpack
 from samestep.processes import Channel, die_with_parent, keep_memory, memory_file
+from samestep.state import Snapshot
 from samestep.team import Settings, StopAt, Team
 
+STACK_SIGNAL = signal.SIGRTMIN + 5  # has a worker write its Python stack to its crash report
 ONCE = "\x1e"  # before a line that is the whole team's: the launcher shows it without a prefix
 
 
@@ -40,14 +58,14 @@ def run(order: Order, fds: tuple[int, ...]) -> NoReturn:
         channel_fd, stdout, stderr, board_fd, payload, crash = fds
         _become(order, stdout, stderr, crash)
         line = _Line(Channel(socket.socket(fileno=channel_fd)), order)
-        board = Board(order.size, order.number, board_fd)
+        board = Board(order.seats, order.row, board_fd)
         try:
             _work(order, line, board, payload)
             status = 0
         except BaseException as error:
-            at = f"worker {order.number} ({order.device}), {place(board, order.number)}"
+            at = f"worker {order.seat} ({order.device}), {place(board, order.row)}"
             line.send(Failed(Failure.capture(error).at(at)))
-            line.wait_closed()
+            line.wait_end()
         with_exit_functions()
     finally:
         os._exit(status)
@@ -65,6 +83,7 @@ def _become(order: Order, stdout: int, stderr: int, crash: int) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     faulthandler.enable(file=crash)
+    faulthandler.register(STACK_SIGNAL, file=crash, all_threads=False)
     keep_memory()
     os.environ.clear()
     os.environ.update(order.environ)
@@ -79,19 +98,21 @@ def _work(order: Order, line: _Line, board: Board, payload: int) -> None:
     line.send(Ready(numerics_class(order.device)))
     tensors.share_with(line.share)
     main, args, kwargs, settings = unpack(payload)
-    team = Team(settings, board, line)
+    state.watch_schedulers()
+    team = Team(settings, board, line, order.seat, order.joins)
     result = run_main(team, settings, main, args, kwargs)
+    fingerprints = tuple(team.fingerprints())
     board.enter(Phase.FINISHED)
     board.put(Word.FINISHED, 1)
-    pickled = _pickled(result) if team.is_first else None
-    line.send(Done(pickled, tuple(team.fingerprints())))
+    line.send(Done(fingerprints))
+    while isinstance(line.next_message()[0], Tell):
+        line.send(Result(_pickled(result)))
 
 
 def run_main(
     team: Team, settings: Settings, main: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run the user's function with the random numbers that it has on every worker."""
-    random.seed(0)
     seeds.reseed("start", settings.seed)
     team.board.enter(Phase.MAIN)
     try:
@@ -100,12 +121,14 @@ def run_main(
         return None
 
 
-def place(board: Board, number: int) -> str:
-    """Where worker `number` is: the step, and the lane or what else it is about."""
-    step, lane = board.get(number, Word.STEP), board.get(number, Word.LANE)
-    phase = Phase(board.get(number, Word.PHASE))
+def place(board: Board, row: int) -> str:
+    """Where the worker of a row is: the step, and the lane or what else it is about."""
+    step, lane = board.get(row, Word.STEP), board.get(row, Word.LANE)
+    phase = Phase(board.get(row, Word.PHASE))
     if phase is Phase.EVALUATE:
         return f"step {step}, in evaluate, chunk {lane}"
+    if phase is Phase.CATCH_UP:
+        return "its start, while catching up"
     return f"step {step}, lane {lane}" if lane >= 0 else f"step {step}, in {phase.name.lower()}"
 
 
@@ -136,40 +159,72 @@ class _Line:
 
     def __init__(self, channel: Channel, order: Order) -> None:
         self._channel, self._order = channel, order
-        self._answers: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, tuple[int, ...]]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._sending = threading.Lock()
+        self._recorded: tuple[int, Counter[str]] = -1, Counter()
         threading.Thread(target=self._listen, daemon=True, name="samestep-line").start()
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         with self._sending:
             self._channel.send(message, fds)
 
-    def wait_closed(self) -> None:
-        """After a failure: stay until the launcher has heard everything and ends this worker."""
+    def wait_end(self) -> None:
+        """Stay until the launcher ends this worker."""
         self._closed.wait()
+
+    def next_message(self) -> tuple[Any, tuple[int, ...]]:
+        """Wait for the launcher's next message, and its descriptors."""
+        return self._answers.get()
 
     def _listen(self) -> None:
         try:
             while True:
-                _, fds = self._channel.receive()
-                self._answers.put(fds)
+                self._answers.put(self._channel.receive())
         except (EOFError, OSError):
             self._closed.set()
             os._exit(1)
 
     def _ask(self, message: Any) -> tuple[int, ...]:
         self.send(message)
-        return self._answers.get()
+        return self.next_message()[1]
 
     def exchange(
-        self, board: Board, shape: Shape, lanes: int, kind: int, name: str, about: str
+        self, barrier: Barrier, shape: Shape, lanes: int, kind: int, name: str, about: str
     ) -> Exchange:
         size = SharedMemory.bytes_needed(shape, lanes)
         (fd,) = self._ask(Claim(name, size, about))
-        exchange = SharedMemory(board, shape, lanes, fd, kind, self._order.device.torch_device)
+        device = self._order.device.torch_device
+
+        def differ(verdict: Verdict) -> None:
+            step = barrier.board.get(barrier.board.me, Word.STEP)
+            self.send(Differs(step, verdict.digests, verdict.odd))
+
+        exchange = SharedMemory(barrier, shape, lanes, fd, kind, device, differ)
         os.close(fd)
         return exchange
+
+    def catch_up(self) -> Snapshot:
+        (fd,) = self._ask(CatchUp())
+        try:
+            snapshot: Snapshot = unpack(fd)
+            return snapshot
+        finally:
+            os.close(fd)
+
+    def give(self, rows: tuple[int, ...], snapshot: Snapshot) -> None:
+        self._send_state(State(rows, snapshot.step), snapshot)
+
+    def save(self, snapshot: Snapshot, due: bool) -> None:
+        self._send_state(State((), snapshot.step, due), snapshot)
+
+    def _send_state(self, message: State, snapshot: Snapshot) -> None:
+        fd = pack(snapshot)
+        self.send(message, (fd,))
+        os.close(fd)
+
+    def no_room(self, size: int, lanes: int) -> None:
+        self.send(NoRoom(size, lanes))
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor in memory that all workers share: whoever has it first gives it."""
@@ -192,5 +247,9 @@ class _Line:
         lines = [f"{ONCE}{line}" for line in str(text).split("\n")]
         print("\n".join(lines), flush=True)
 
-    def record(self, values: dict[str, Any]) -> None:
-        self.send(Record(values))
+    def record(self, values: dict[str, Any], text: str, step: int) -> None:
+        names = ", ".join(values)
+        if self._recorded[0] != step:
+            self._recorded = step, Counter()
+        self._recorded[1][names] += 1
+        self.send(Record(values, text, step, names, self._recorded[1][names]))

@@ -14,14 +14,15 @@ the size of its messages can change a result.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from samestep.lanes import Reduction
 
-__all__ = ["Exchange", "Flat", "Shape", "add_tree", "slices"]
+__all__ = ["Exchange", "Flat", "Shape", "Work", "add_tree", "slices"]
 
 _ALIGN = 16  # elements: 64 bytes of float32, so that no two workers write one cache line
 
@@ -51,6 +52,22 @@ class Flat(NamedTuple):
         self.f64.add_(other.f64)
 
 
+@dataclass(frozen=True)
+class Work:
+    """What an exchange is about. `runs` are the runs of all workers, in the order of the members;
+    `reduction` says what is to be added for a set of runs. `do(run)` builds the nodes of a run, and
+    is called for the runs of workers that are lost. `is_done`: this worker's own run is built; it
+    is not if there was no memory for lanes of `size`. `digest` is a hash of the weights, if these
+    are to be compared."""
+
+    runs: tuple[range, ...]
+    reduction: Callable[[tuple[range, ...]], Reduction]
+    do: Callable[[range], None]
+    size: int = 0
+    is_done: bool = True
+    digest: int | None = None
+
+
 class Exchange(ABC):
     """One contract for every transport, held by one suite of tests."""
 
@@ -59,7 +76,7 @@ class Exchange(ABC):
         """Where this worker builds the node whose first lane is `lane`."""
 
     @abstractmethod
-    def reduce(self, reduction: Reduction) -> Flat:
+    def reduce(self, work: Work) -> Flat:
         """Add all workers' nodes. The result is borrowed: it is valid until the next `reduce`,
         must not be written to, and is the same, bit for bit, on every worker."""
 

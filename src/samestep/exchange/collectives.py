@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from samestep.exchange import Exchange, Flat, Shape, add_tree, slices
+from samestep.exchange import Exchange, Flat, Shape, Work, add_tree, slices
 from samestep.lanes import Reduction
 
 
@@ -35,7 +35,8 @@ class Collectives(Exchange):
             self._slots[lane] = Flat.empty(self._shape, self._device)
         return self._slots[lane]
 
-    def reduce(self, reduction: Reduction) -> Flat:
+    def reduce(self, work: Work) -> Flat:
+        reduction = work.reduction(work.runs)
         if self._size == 1:
             return self.slot(reduction.root)
         for part, count in enumerate(self._shape):
