@@ -16,9 +16,9 @@ PACKAGE = Path(ss.__file__).parent
 ORDER = [
     "errors", "devices", "lanes", "seeds", "board", "barrier", "processes", "payload", "failure",
     "tensors", "datasets", "loaders", "data", "metrics", "exchange", "exchange.shared_memory",
-    "exchange.collectives", "layout", "results", "tree", "trainer", "team", "models", "scratch",
-    "messages", "lazy_dynamo", "worker", "forkserver", "supervise", "console", "runs", "torchrun",
-    "launch", "prove", "cli",
+    "exchange.collectives", "layout", "results", "tree", "state", "trainer", "team", "models",
+    "scratch", "checkpoint", "messages", "lazy_dynamo", "worker", "forkserver", "supervise",
+    "watch", "console", "runs", "launcher", "torchrun", "launch", "replay", "prove", "cli",
 ]  # fmt: skip
 
 
@@ -47,8 +47,8 @@ def test_imports_point_one_way():
 
 def test_public_names():
     assert sorted(ss.__all__) == [
-        "BufferDiffers", "DatasetMissing", "DeviceDiffers", "DeviceError", "LossError",
-        "NonFiniteLoss", "OptimizerError", "Position", "RemoteError", "SamestepError", "Team",
+        "BufferDiffers", "CheckpointDiffers", "CheckpointError", "DatasetMissing", "DeviceDiffers", "DeviceError", "LossError",
+        "NonFiniteLoss", "OptimizerError", "OutOfMemory", "Position", "RemoteError", "SamestepError", "Team",
         "TeamError", "Trainer", "UsageError", "WorkerDied", "data", "launch", "metrics", "models",
         "scratch",
     ]  # fmt: skip

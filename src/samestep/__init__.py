@@ -5,12 +5,15 @@ __version__ = "0.1.0"
 from samestep import data, metrics, models, scratch
 from samestep.errors import (
     BufferDiffers,
+    CheckpointDiffers,
+    CheckpointError,
     DatasetMissing,
     DeviceDiffers,
     DeviceError,
     LossError,
     NonFiniteLoss,
     OptimizerError,
+    OutOfMemory,
     RemoteError,
     SamestepError,
     TeamError,
@@ -23,12 +26,15 @@ from samestep.trainer import Trainer
 
 __all__ = [
     "BufferDiffers",
+    "CheckpointDiffers",
+    "CheckpointError",
     "DatasetMissing",
     "DeviceDiffers",
     "DeviceError",
     "LossError",
     "NonFiniteLoss",
     "OptimizerError",
+    "OutOfMemory",
     "Position",
     "RemoteError",
     "SamestepError",
