@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import samestep as ss
-from samestep.exchange import Flat, Shape
+from samestep.exchange import Flat, Shape, Work
 from samestep.exchange.collectives import Collectives
 from samestep.lanes import depth, reduction, share
 from samestep.prove import uneven
@@ -52,7 +54,7 @@ def keep_contract(team, transport, folder, lanes):
         if transport == "collectives":
             exchange = Collectives(shape, team.device)
         else:
-            exchange = team.exchange(shape, lanes, 0, f"{i} test")
+            exchange = team.exchange(shape, lanes, 0, f"test {i}", "")
         scratch = [Flat.empty(shape, team.device) for _ in range(depth(lanes) + 1)]
         for step in range(7):
             present = lanes if step != 3 else max(1, lanes - 2)
@@ -62,17 +64,21 @@ def keep_contract(team, transport, folder, lanes):
                 runs = tuple(range(a, a + n) for a, n in zip(starts, counts, strict=True))
             else:
                 runs = share(present, [1.0] * team.size)
-            tree = Tree(runs[team.number], present, exchange.slot, scratch.__getitem__)
-            for lane in runs[team.number]:
-                buffer, add = tree.leaf(lane)
-                result = lane_result(shape, lane, step)
-                if add:
-                    buffer.add_(result)
-                else:
-                    for target, source in zip(buffer, result, strict=True):
-                        target.copy_(source)
-                tree.fold(lane)
-            total = exchange.reduce(reduction(runs, present))
+
+            def do(run, exchange=exchange, shape=shape, present=present, step=step, own=scratch):
+                tree = Tree(run, present, exchange.slot, own.__getitem__)
+                for lane in run:
+                    buffer, add = tree.leaf(lane)
+                    result = lane_result(shape, lane, step)
+                    if add:
+                        buffer.add_(result)
+                    else:
+                        for target, source in zip(buffer, result, strict=True):
+                            target.copy_(source)
+                    tree.fold(lane)
+
+            do(runs[team.number])
+            total = exchange.reduce(Work(runs, partial(reduction, lanes=present), do))
             expected = plain_loop(shape, present, step)
             for got, wanted in zip(total, expected, strict=True):
                 assert torch.equal(got, wanted), (shape, step, runs)

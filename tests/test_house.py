@@ -47,10 +47,10 @@ def test_imports_point_one_way():
 
 def test_public_names():
     assert sorted(ss.__all__) == [
-        "BufferDiffers", "CheckpointDiffers", "CheckpointError", "DatasetMissing", "DeviceDiffers", "DeviceError", "LossError",
-        "NonFiniteLoss", "OptimizerError", "OutOfMemory", "Position", "RemoteError", "SamestepError", "Team",
-        "TeamError", "Trainer", "UsageError", "WorkerDied", "data", "launch", "metrics", "models",
-        "scratch",
+        "BufferDiffers", "CheckpointDiffers", "CheckpointError", "DatasetMissing",
+        "DeviceDiffers", "DeviceError", "LossError", "NonFiniteLoss", "OptimizerError",
+        "OutOfMemory", "Position", "RemoteError", "SamestepError", "Team", "TeamError", "Trainer",
+        "UsageError", "WorkerDied", "data", "launch", "metrics", "models", "scratch",
     ]  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_who_is_done_and_dies_is_asked_no_more():
 
 
 def test_who_dies_before_the_last_is_done_is_not_needed():
-    run, instructions = play([*READY, DONE[0], DONE[1], (2, KILLED)])
+    _, instructions = play([*READY, DONE[0], DONE[1], (2, KILLED)])
     assert instructions[-1] == (Ask(0),)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import samestep as ss
-from faults import DEADLY, POINTS, RAISING, STEPS, Fault, Planted, train
+from faults import DEADLY, POINTS, RAISING, Fault, Planted, train
 from samestep import checkpoint
 
 FLOOR_S = 0.4  # of the watch for hanging workers

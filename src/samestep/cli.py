@@ -1,9 +1,11 @@
-"""The command line: `samestep devices | train | run | prove | demo`."""
+"""The command line: `samestep devices | train | run | prove | replay | demo`."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +19,7 @@ from samestep.devices import describe, inventory
 from samestep.errors import DatasetMissing, SamestepError, UsageError
 from samestep.launch import Overrides, launch, overridden
 from samestep.prove import holds, model_job, prove, run_script, script_job
+from samestep.replay import replay
 
 app = typer.Typer(
     help="The same training on any set of devices.",
@@ -67,6 +70,11 @@ def train(
     ] = Precision.fp32,
     compile: Annotated[bool, typer.Option(help="Compile with torch.compile.")] = False,
     exact: Annotated[bool, typer.Option(help="Same bits on any devices.")] = True,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's newest checkpoint.")] = False,
+    save_every: Annotated[
+        str, typer.Option(help="A checkpoint after so many steps, or a time such as '10 min'.")
+    ] = "10 min",
+    keep: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 3,
 ) -> None:
     """Train a network of the tutorials."""
     run = run or Path("runs") / model.value
@@ -82,7 +90,17 @@ def train(
         samples=samples,
         save_to=str(run / "weights.safetensors"),
     )
-    _train(recipe, run, devices, lanes=lanes, seed=seed, exact=exact)
+    _train(
+        recipe,
+        run,
+        devices,
+        lanes=lanes,
+        seed=seed,
+        exact=exact,
+        resume=resume,
+        save_every=int(save_every) if save_every.isdigit() else save_every,
+        keep=keep,
+    )
 
 
 @app.command()
@@ -170,6 +188,46 @@ def prove_(
         f"PROVED: {len(rows) - 1} trainings of {steps} steps gave the same bits; "
         "the control did not"
     )
+
+
+@app.command("replay")
+def replay_(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    step: Annotated[int, typer.Option(help="The step, as messages count them.")],
+    lane: Annotated[int | None, typer.Option(help="Only this lane.")] = None,
+    debug: Annotated[
+        bool, typer.Option("--pdb", help="Stop in the loss function, in Python's debugger.")
+    ] = False,
+) -> None:
+    """Look at one step of a run again, on one device: loss and gradient norms, lane by lane."""
+    reports = replay(run, step, lane, debug, _start_again, _say)
+    table = Table("", *(f"lane {report.lane}" for report in reports), title=f"step {step}")
+    table.add_row("loss", *(f"{report.loss / report.weight:.6g}" for report in reports))
+    table.add_row("weight", *(f"{report.weight:g}" for report in reports))
+    table.add_row("SHA-256", *(report.digest[:8] for report in reports))
+    for name in dict.fromkeys(name for report in reports for name, _ in report.norms):
+        norms = (dict(report.norms).get(name) for report in reports)
+        table.add_row(name, *("-" if norm is None else f"{norm:.4g}" for norm in norms))
+    Console(width=max(80, 24 + 12 * len(reports))).print(table)
+
+
+def _say(text: str) -> None:
+    print(f"samestep: {text}", file=sys.stderr)
+
+
+def _start_again(argv: Sequence[str], folder: Path) -> None:
+    """Start the program of a run again, as it was started."""
+    with contextlib.chdir(folder):
+        if argv[0].endswith(".py") and Path(argv[0]).name != "cli.py":
+            _check_script(Path(argv[0]))
+            run_script(Path(argv[0]), list(argv[1:]))
+        elif Path(argv[0]).stem in ("samestep", "cli"):
+            app(list(argv[1:]), standalone_mode=False)
+        else:
+            raise UsageError(
+                f"the run was not started from a script (but from {argv[0] or 'a prompt'!r}), so "
+                "it cannot be started again from here; put its code into a script"
+            )
 
 
 def _check_script(script: Path) -> None:

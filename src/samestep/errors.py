@@ -49,6 +49,9 @@ class LossError(SamestepError):
 class NonFiniteLoss(LossError):
     """The loss of some lanes is NaN or inf; the step was not committed."""
 
+    step = 0
+    lanes: tuple[int, ...] = ()
+
 
 class BufferDiffers(SamestepError):
     """An integer buffer of the model came out differently in different lanes."""

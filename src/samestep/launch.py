@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep import checkpoint, forkserver, torchrun
 from samestep.devices import inventory, parse
-from samestep.errors import UsageError
+from samestep.errors import NonFiniteLoss, UsageError
 from samestep.failure import Failure
 from samestep.launcher import Launcher, Stopped
 from samestep.payload import digest_of_code, pack
@@ -37,6 +37,7 @@ class Overrides:
     plan: Plan | None = None
     stop_at: int | None = None
     ended: Callable[[Returned], None] | None = None
+    within: Callable[[Any, Any, Any, Settings], None] | None = None
 
 
 _overrides = Overrides()
@@ -128,6 +129,8 @@ def launch(
         _resumed(Path(run), resume) if run is not None and resume else None,
         digest_of_code(main),
     )
+    if over.within is not None:
+        return over.within(main, args, kwargs, settings)
     with forkserver.server() as server:
         folder = _folder(run, settings) if run is not None else None
         payload = pack((main, args, kwargs, settings))
@@ -153,6 +156,9 @@ def launch(
         raise SystemExit(128 + outcome.signal)
     error = outcome.rebuild() if isinstance(outcome, Failure) else outcome
     if folder is not None:
+        if isinstance(error, NonFiniteLoss):
+            lane = f" --lane {error.lanes[0]}" if error.lanes else ""
+            error.add_note(f"samestep replay {folder.path} --step {error.step}{lane}")
         folder.finish("failed", error=f"{type(error).__name__}: {error}")
     # Not `from` anything: the traceback that is printed is the user's own.
     raise error
@@ -231,6 +237,8 @@ def _folder(run: str | os.PathLike[str], settings: Settings) -> RunFolder:
             "seed": settings.seed,
             "exact": settings.exact,
             "threads": settings.threads,
+            "argv": sys.argv,
+            "folder": os.getcwd(),
             "resumed_from_step": resumed.snapshot.step if resumed else None,
         },
         resumed.lines if resumed else None,

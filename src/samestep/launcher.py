@@ -471,8 +471,9 @@ class Launcher:
         """The Python stack that faulthandler left, for a worker that crashed or hung."""
         fd = self._workers[row].crash
         text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-        _, _, stack = text.partition("most recent call first)")
-        lines = stack.partition("\n\n")[0].splitlines()[1:]
+        # A crash shows all threads, this one as the current; when asked for, it is this one only.
+        start = max(text.rfind("Current thread"), text.rfind("Stack (most recent"), 0)
+        lines = text[start:].partition("\n\n")[0].partition("\nThread ")[0].splitlines()[1:]
         # Below the user's `main` there are only the frames that called it.
         frames = [line for line in lines if line.startswith("  File")]
         user = [line for line in frames if _OWN not in line and '"<string>"' not in line]

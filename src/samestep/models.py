@@ -145,11 +145,11 @@ def train(team: Team, recipe: Recipe) -> dict[str, Any]:
     )
     seconds, accuracy, loss = [], float("nan"), float("nan")
     for epoch in team.epochs(recipe.epochs):
-        began, total = time.perf_counter(), 0.0
+        began = time.perf_counter()
         for batch in team.batches(training, recipe.batch_size):
-            total += trainer.step(batch) * len(batch)
+            trainer.step(batch)
         seconds.append(time.perf_counter() - began)
-        loss, accuracy = total / len(training), trainer.evaluate(test, metrics.accuracy)
+        loss, accuracy = trainer.epoch_loss(), trainer.evaluate(test, metrics.accuracy)
         team.log(epoch=epoch + 1, loss=loss, accuracy=accuracy, seconds=seconds[-1])
     if recipe.save_to is not None:
         trainer.save(recipe.save_to)

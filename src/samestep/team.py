@@ -19,7 +19,7 @@ from samestep.errors import CheckpointDiffers, TeamError, UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.lanes import cut, share
 from samestep.state import Snapshot
-from samestep.trainer import Loss, Trainer
+from samestep.trainer import Inspects, Loss, Trainer
 
 Plan = Callable[[int, int], Sequence[int]]
 """`plan(lanes, step)` gives the number of lanes of each worker."""
@@ -129,6 +129,7 @@ class Team:
         self._behind = joins or settings.resumed is not None
         self._target: Snapshot | None = None
         self._saved_step, self._saved_at = 0, time.monotonic()
+        self.inspector: Inspects | None = None
 
     @property
     def position(self) -> Position:

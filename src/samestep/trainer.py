@@ -48,9 +48,22 @@ _PRECISIONS = ("fp32", "bf16")
 _STORES = ("replicated",)
 
 
+class Inspects(Protocol):
+    """What looks at lanes while they run (`samestep replay`)."""
+
+    def wants(self, step: int, lane: int) -> bool: ...
+    def run(self, loss: Callable[..., Any], *arguments: Any) -> Any: ...
+    def see(
+        self, lane: int, loss: torch.Tensor, weight: torch.Tensor, model: nn.Module
+    ) -> None: ...
+    def after_backward(self, step: int) -> None: ...
+
+
 class TrainersTeam(Protocol):
     """What a trainer needs from its team."""
 
+    @property
+    def inspector(self) -> Inspects | None: ...
     @property
     def place(self) -> int: ...
     @property
@@ -162,6 +175,8 @@ class Trainer:
             traceback.clear_frames(error.__traceback__)
         if not self._has_room:
             self._give_back(size)
+        if self._team.inspector is not None:
+            self._team.inspector.after_backward(self._team.step)
 
     def exchange(self) -> None:
         """Add the nodes of all workers."""
@@ -244,11 +259,21 @@ class Trainer:
         seeds.reseed("lane", team.seed, team.step, unit.lane)
         for parameter in built.layout.all:
             parameter.grad = None
+        seen = team.inspector
+        if seen is not None and not seen.wants(team.step, unit.lane):
+            seen = None
         with self._autocast():
-            loss, weight = _weighed(self._loss(self.model, *fields), len(unit.indices))
+            result = (
+                self._loss(self.model, *fields)
+                if seen is None
+                else seen.run(self._loss, self.model, *fields)
+            )
+            loss, weight = _weighed(result, len(unit.indices))
         if not loss.requires_grad:
             raise LossError("loss: does not depend on any parameter that requires a gradient")
         loss.backward()  # type: ignore[no-untyped-call]
+        if seen is not None:
+            seen.see(unit.lane, loss, weight, self.model)
         flat, add = tree.leaf(unit.lane)
         built.write(flat, add, unit.lane, loss.detach(), weight, len(unit.indices))
         tree.fold(unit.lane)
@@ -262,11 +287,13 @@ class Trainer:
         step = self._team.step
         if not math.isfinite(sums.loss):
             bad = [(i, loss) for i, loss in enumerate(lane_losses) if not math.isfinite(loss)]
-            raise NonFiniteLoss(
+            error = NonFiniteLoss(
                 f"step {step}: the loss is not finite in "
                 + (", ".join(f"lane {i} ({loss})" for i, loss in bad) or "their sum")
                 + "; the weights were left as they were before this step"
             )
+            error.step, error.lanes = step, tuple(i for i, _ in bad)
+            raise error
         if not (math.isfinite(sums.weight) and sums.weight > 0):
             raise LossError(
                 f"step {step}: the weights of the global batch add up to {sums.weight}; the sum "
@@ -276,10 +303,12 @@ class Trainer:
     def _clip(self, built: Results, clip_norm: float) -> None:
         norm = torch.nn.utils.clip_grad_norm_(built.layout.parameters, clip_norm)
         if not torch.isfinite(norm):
-            raise NonFiniteLoss(
+            error = NonFiniteLoss(
                 f"step {self._team.step}: the gradient's norm is {norm.item()}; the "
                 "weights were left as they were before this step"
             )
+            error.step = self._team.step
+            raise error
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._precision == "fp32":
