@@ -55,7 +55,8 @@ def test_a_worker_is_lost(kind, point, workers, undisturbed, tmp_path, request, 
     if point == "while a checkpoint is written":
         request.getfixturevalue("slow_disk")
     fault = Fault(kind, point, str(tmp_path))
-    pace = 0.05 if point == "while a checkpoint is written" else 0.0
+    slow = ("while a checkpoint is written", "while a replacement catches up")
+    pace = 0.08 if point in slow else 0.0
     if point == "while the team re-forms" and workers == 2:
         with pytest.raises(ss.WorkerDied, match="no worker is left") as caught:
             strike(fault, workers, tmp_path)
