@@ -16,8 +16,8 @@ PACKAGE = Path(ss.__file__).parent
 ORDER = [
     "errors", "devices", "lanes", "seeds", "board", "barrier", "processes", "payload", "failure",
     "tensors", "datasets", "loaders", "data", "metrics", "exchange", "exchange.shared_memory",
-    "exchange.collectives", "layout", "results", "tree", "state", "trainer", "team", "models",
-    "scratch", "checkpoint", "messages", "lazy_dynamo", "worker", "forkserver", "supervise",
+    "exchange.collectives", "layout", "results", "tree", "state", "checkpoint", "trainer", "team",
+    "models", "scratch", "messages", "lazy_dynamo", "worker", "forkserver", "supervise",
     "watch", "console", "runs", "launcher", "torchrun", "launch", "replay", "prove", "cli",
 ]  # fmt: skip
 

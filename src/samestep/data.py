@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from samestep import seeds
 from samestep.datasets import fashion_mnist, mnist, shapes
 from samestep.errors import UsageError
 from samestep.failure import Failure
+from samestep.lanes import cut
 from samestep.loaders import Loaders
 from samestep.tensors import Tensors
 
@@ -52,6 +54,39 @@ class Cut:
         """The lanes of a contiguous run as one unit."""
         start, stop = self.lanes[lanes.start].start, self.lanes[lanes.stop - 1].stop
         return Unit(self.number, lanes.start, tuple(self.indices[start:stop].tolist()))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of a dataset with `samples` samples, as global batches. The order depends on
+    (seed, epoch) alone."""
+
+    samples: int
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    seed: int
+    number: int
+    lanes: int
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        whole, rest = divmod(self.samples, self.batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        return seeds.order(self.samples, self.seed, self.number, self.shuffle)
+
+    def cut(self, batch: int) -> Cut:
+        """Which samples a batch has, and its lanes."""
+        indices = self.order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        return Cut(self.number, batch, indices, cut(len(indices), self.lanes))
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same in a run that goes on from this one's state."""
+        names = ("samples", "batch_size", "shuffle", "drop_last")
+        return {name: str(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)

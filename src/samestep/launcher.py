@@ -423,7 +423,7 @@ class Launcher:
         before, until = os.fstat(crash).st_size, time.monotonic() + _STACK_S
         for number in (STACK_SIGNAL, signal.SIGCONT):  # a stopped process writes once it goes on
             self._server.channel.send(Kill(row, number))
-        # A stopped process goes on once it has written; what it does until it is killed is harmless.
+        # A stopped process goes on once it has written; what it does until its end is harmless.
         while os.fstat(crash).st_size == before and time.monotonic() < until:
             time.sleep(0.0002)
         waiting = [self._run.members[other].name for other, s in seen.items() if s.waits_for == row]

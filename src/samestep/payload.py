@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import inspect
 import io
 import os
 import pickle
@@ -57,8 +59,9 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def digest_of_code(function: Any) -> str:
     """A digest of what a function does, by its byte code: not of its line numbers or comments."""
-    while hasattr(function, "func") or hasattr(function, "__wrapped__"):
-        function = getattr(function, "func", None) or function.__wrapped__
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None:
         return repr(type(function))

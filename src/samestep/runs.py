@@ -54,9 +54,13 @@ class RunFolder:
             os.replace(beside, log)
 
     def finish(self, state: str, **result: Any) -> None:
+        """Note how the run has ended. A full disk is no reason to lose a result."""
         seconds = round(time.time() - self._began, 3)
         self._record |= {"state": state, "seconds": seconds, **result}
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            print(f"samestep: {self.path}/run.json could not be written: {error}", file=sys.stderr)
 
     def _write(self) -> None:
         beside = self.path / "run.json.new"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -13,11 +13,12 @@ import torch
 from samestep import seeds, state
 from samestep.barrier import Barrier
 from samestep.board import Board, Head, Phase, Word, name_kind
-from samestep.data import Batch, Collate, Cut, Loader, Unit, length_of
+from samestep.checkpoint import encode
+from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, length_of
 from samestep.devices import Device
 from samestep.errors import CheckpointDiffers, TeamError, UsageError
 from samestep.exchange import Exchange, Shape
-from samestep.lanes import cut, share
+from samestep.lanes import share
 from samestep.state import Snapshot
 from samestep.trainer import Inspects, Loss, Trainer
 
@@ -123,9 +124,10 @@ class Team:
         self._kept: dict[str, Any] = {}
         self._trainers: list[Trainer] = []
         self._open: dict[int, int] = {}  # loops of batches under way: how many each has given
+        self._given: dict[int, int] = {}  # loops that were, where this worker has caught up
         self._ends: dict[int, int] = {}  # the step at which each finished loop ended
         self._records: list[Any] = []  # what calls have returned, for those who catch up
-        self._facts: dict[str, str] = {}
+        self._loop_facts: dict[int, dict[str, str]] = {}  # of loops of batches under way
         self._behind = joins or settings.resumed is not None
         self._target: Snapshot | None = None
         self._saved_step, self._saved_at = 0, time.monotonic()
@@ -223,61 +225,65 @@ class Team:
         """
         _check_count("batch_size", batch_size, least=1)
         _check_count("loaders", loaders, least=0)
-        samples, epoch = length_of(dataset), self._epoch
-        count = samples // batch_size if drop_last else math.ceil(samples / batch_size)
-        if count == 0:
+        made = Epoch(
+            length_of(dataset),
+            batch_size,
+            shuffle,
+            drop_last,
+            self.seed,
+            self._epoch,
+            self.lanes,
+        )
+        if not len(made):
             raise UsageError(
-                f"batch_size={batch_size} with drop_last=True: the dataset has only {samples} "
-                "samples, so there is no batch; lower batch_size or keep the last batch"
+                f"batch_size={batch_size} with drop_last=True: the dataset has only "
+                f"{made.samples} samples, so there is no batch; lower batch_size or keep the last"
             )
-        order = seeds.order(samples, self.seed, epoch, shuffle)
         loop, self._loops = self._loops, self._loops + 1
-        about = {"samples": samples, "batch_size": batch_size, "shuffle": shuffle}
-        self._facts |= {name: str(v) for name, v in {**about, "drop_last": drop_last}.items()}
-
-        def cuts(start: int) -> Iterator[Cut]:
-            for number in range(start, count):
-                indices = order[number * batch_size : (number + 1) * batch_size]
-                yield Cut(epoch, number, indices, cut(len(indices), self.lanes))
-
-        def batch(made: Cut, loader: Loader) -> Batch:
-            return Batch(made.epoch, made.number, made.indices, made.lanes, loader)
-
+        self._loop_facts[loop] = made.facts()
         start = self._start_of(loop)
-        if start is not None:
+        if self._behind:
+            self._make_whole(made, Loader(dataset, seed=self.seed, epoch=0, collate=collate))
             if self._is_here(loop):
-                plain = Loader(dataset, seed=self.seed, epoch=epoch, collate=collate)
-                self._go_live(batch(next(cuts(0)), plain))
-            self._board.put(Word.EPOCH, epoch)
-            self._board.put(Word.EPOCH_STEPS, count)
-            first = self._step - start
+                self._go_live()
+        if start is not None:
             loader = Loader(
                 dataset,
                 seed=self.seed,
-                epoch=epoch,
+                epoch=made.number,
                 collate=collate,
                 loaders=loaders,
-                # What this worker would run if the plan stayed as it is.
-                ahead=(
-                    unit
-                    for made in cuts(start)
-                    for unit in self.units(
-                        made, self.runs(len(made.lanes), first + made.number)[self.place]
-                    )
-                ),
+                ahead=self._foresee(made, start),
                 cores=self._settings.cores,
             )
-            try:
-                for made in cuts(start):
-                    self._boundary(loop, made.number)
-                    yield batch(made, loader)
-                self._boundary(loop, count, is_end=True)
-            finally:
-                loader.close()
-                self._open.pop(loop, None)
-                self._ends[loop] = self._step
+            yield from self._loop(loop, made, start, loader)
+        self._loop_facts.pop(loop, None)
         if not self._counting:
             self._epoch += 1
+
+    def _loop(self, loop: int, made: Epoch, start: int, loader: Loader) -> Iterator[Batch]:
+        """The batches from `start` on, with a boundary before each and at the end."""
+        self._board.put(Word.EPOCH, made.number)
+        self._board.put(Word.EPOCH_STEPS, len(made))
+        try:
+            for number in range(start, len(made)):
+                self._boundary(loop, number)
+                self._open[loop] = number + 1
+                cut = made.cut(number)
+                yield Batch(cut.epoch, cut.number, cut.indices, cut.lanes, loader)
+            self._boundary(loop, len(made), is_end=True)
+        finally:
+            loader.close()
+            self._open.pop(loop, None)
+            self._ends[loop] = self._step
+
+    def _foresee(self, made: Epoch, start: int) -> Iterator[Unit]:
+        """What this worker would run if the plan stayed as it is."""
+        first = self._step - start
+        for number in range(start, len(made)):
+            cut = made.cut(number)
+            run = self.runs(len(cut.lanes), first + number)[self.place]
+            yield from self.units(cut, run)
 
     def trainer(
         self,
@@ -314,6 +320,7 @@ class Team:
             )
         if name in self._kept:
             raise UsageError(f"keep({name!r}): this name is taken; give each object its own")
+        encode(kept.state_dict(), f"kept/{name}", {})
         self._kept[name] = kept
         return kept
 
@@ -336,7 +343,7 @@ class Team:
     def _start_of(self, loop: int) -> int | None:
         """The first batch of a loop; None if it is over already."""
         if not self._behind:
-            return 0
+            return self._given.pop(loop, 0)
         target = self._wanted()
         if loop == target.loop:
             return target.batch
@@ -361,12 +368,19 @@ class Team:
             self._target = resumed.snapshot if resumed else self._link.catch_up()
         return self._target
 
-    def _go_live(self, batch: Batch) -> None:
+    def _make_whole(self, made: Epoch, loader: Loader) -> None:
+        """Initialise lazy modules with a loop's first batch, as its first step has done."""
+        for trainer in self._trainers:
+            if not trainer.is_built:
+                cut = made.cut(0)
+                batch = Batch(cut.epoch, cut.number, cut.indices, cut.lanes, loader)
+                with suppress(Exception):  # the batch is another trainer's
+                    trainer.make_whole(batch)
+
+    def _go_live(self) -> None:
         """`main` is where the run is: take its state and its random numbers."""
         target = self._target
         assert target is not None
-        for trainer in self._trainers:
-            trainer.make_whole(batch)
         self._check_same(target)
         for trainer, saved in zip(self._trainers, target.trainers, strict=True):
             trainer.restore(saved)
@@ -375,6 +389,7 @@ class Team:
         for name, kept in self._kept.items():
             kept.load_state_dict(target.kept[name])
         self._step, self._ends, self._records = target.step, target.ends, target.records
+        self._given = {loop: given for loop, given in target.open.items() if loop not in self._open}
         self._saved_step = self._step
         self._board.put(Word.STEP, target.step)
         self._board.put(Word.SAMPLES, target.samples)
@@ -388,7 +403,7 @@ class Team:
     def _check_same(self, target: Snapshot) -> None:
         """Refuse the state of another training, with a table of what differs."""
         resumed = self._settings.resumed
-        theirs, mine = target.facts, self._all_facts()
+        theirs, mine = target.facts, self._all_facts(target.loop)
         names = [
             name
             for name in dict.fromkeys([*theirs, *mine])
@@ -417,7 +432,7 @@ class Team:
             "\n".join([f"resume: {resumed.name} is of another training:", *rows, remedy])
         )
 
-    def _all_facts(self) -> dict[str, str]:
+    def _all_facts(self, loop: int) -> dict[str, str]:
         settings = self._settings
         facts = {
             "lanes": str(settings.lanes),
@@ -428,7 +443,7 @@ class Team:
             "kept": ", ".join(sorted(self._kept)) or "nothing",
             "schedulers": ", ".join(type(s).__name__ for s in self._schedulers()) or "none",
             "trainers": str(len(self._trainers)),
-            **self._facts,
+            **self._loop_facts[loop],
         }
         for trainer in self._trainers:
             facts |= trainer.facts()
@@ -439,7 +454,6 @@ class Team:
 
     def _boundary(self, loop: int, batch: int, is_end: bool = False) -> None:
         """Between two batches nothing is under way: here workers join, and the state is saved."""
-        self._open[loop] = batch
         self._board.put(Word.EPOCH_STEP, batch)
         if self._behind:
             return
@@ -472,7 +486,7 @@ class Team:
             open={n: given for n, given in self._open.items() if n != loop},
             ends=dict(self._ends),
             records=list(self._records),
-            facts=self._all_facts(),
+            facts=self._all_facts(loop),
             trainers=[trainer.state() for trainer in self._trainers],
             schedulers=[scheduler.state_dict() for scheduler in self._schedulers()],
             kept={name: kept.state_dict() for name, kept in self._kept.items()},

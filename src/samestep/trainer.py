@@ -482,8 +482,7 @@ class Trainer:
 
     def make_whole(self, batch: Batch) -> None:
         """Let lazily initialised modules look at a batch, before values are put back into them."""
-        if not self.is_built:
-            self._initialise_lazy(batch)
+        self._initialise_lazy(batch)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Put back what a snapshot kept."""
