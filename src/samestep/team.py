@@ -239,7 +239,15 @@ class Team:
                 f"batch_size={batch_size} with drop_last=True: the dataset has only "
                 f"{made.samples} samples, so there is no batch; lower batch_size or keep the last"
             )
+        # Numbered when they are made and not when they start: of loops in step (`zip`), those after
+        # one that is over never start.
         loop, self._loops = self._loops, self._loops + 1
+        return self._loop(loop, made, dataset, collate, loaders)
+
+    def _loop(
+        self, loop: int, made: Epoch, dataset: Any, collate: Collate | None, loaders: int
+    ) -> Iterator[Batch]:
+        """A loop's batches, from where the run is."""
         self._loop_facts[loop] = made.facts()
         start = self._start_of(loop)
         if self._behind:
@@ -256,12 +264,12 @@ class Team:
                 ahead=self._foresee(made, start),
                 cores=self._settings.cores,
             )
-            yield from self._loop(loop, made, start, loader)
+            yield from self._batches(loop, made, start, loader)
         self._loop_facts.pop(loop, None)
         if not self._counting:
             self._epoch += 1
 
-    def _loop(self, loop: int, made: Epoch, start: int, loader: Loader) -> Iterator[Batch]:
+    def _batches(self, loop: int, made: Epoch, start: int, loader: Loader) -> Iterator[Batch]:
         """The batches from `start` on, with a boundary before each and at the end."""
         self._board.put(Word.EPOCH, made.number)
         self._board.put(Word.EPOCH_STEPS, len(made))
