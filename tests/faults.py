@@ -155,7 +155,9 @@ def train(team, fault=None, loaders=0, pace=0.0):
                 fault.at("in evaluate", team, team.position.step >= STRUCK)
                 if fault.is_armed("loss"):
                     raise Planted("in the loss")
-            return torch.stack([(outputs.argmax(1) == targets).sum(), torch.tensor(len(targets))])
+            return torch.stack(
+                [(outputs.argmax(1) == targets).sum(), targets.new_tensor(len(targets))]
+            )
 
         def value(self, total):
             return (total[0] / total[1]).item()

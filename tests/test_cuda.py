@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import faults
 import jobs
 import samestep as ss
 from samestep.prove import uneven
@@ -80,3 +81,44 @@ def test_nccl_with_one_process(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ss.launch(jobs.mlp, devices="cuda:0")
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "exit"])
+@pytest.mark.parametrize(
+    "point", ["in a lane", "between nodes and sums", "between sums and update"]
+)
+def test_a_lost_worker_changes_no_bit(point, kind, tmp_path):
+    alone = ss.launch(faults.train, devices="cuda:0", lanes=6)[:3]
+    fault = faults.Fault(kind, point, str(tmp_path))
+    options = {"lanes": 6, "args": (fault,), "kwargs": {"pace": 0.3}}
+    assert ss.launch(faults.train, devices="cuda:0,cuda:0", **options)[:3] == alone
+    assert (tmp_path / "fired").exists()
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    import test_resume
+
+    alone = ss.launch(test_resume.classifier, devices="cuda:0")
+    options = {"run": tmp_path / "run", "save_every": 1}
+    with pytest.raises(test_resume.Interrupted):
+        ss.launch(test_resume.classifier, devices="cuda:0", args=(9,), **options)
+    devices = "cuda:0,cuda:0"
+    assert ss.launch(test_resume.classifier, devices=devices, resume=True, **options) == alone
+
+
+def test_a_gpu_worker_without_memory_for_a_lane_leaves_it_to_others(capfd):
+    def main(team, limited):
+        if limited and team.number == 1:
+            torch.cuda.set_per_process_memory_fraction(0.002)
+
+        def loss(model, x, y):
+            torch.empty(500_000_000, device=x.device).fill_(0)
+            return jobs.cross_entropy(model, x, y)
+
+        model = ss.models.mlp(100, (32, 16), 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return jobs.fit(team, model, optimizer, loss, jobs.images(), 6, 32).fingerprint()
+
+    alone = ss.launch(main, devices="cuda:0", args=(False,))
+    assert ss.launch(main, devices="cuda:0,cuda:0", args=(True,)) == alone
+    assert "worker 1 (cuda:0) has no memory for a lane of 4 samples" in capfd.readouterr().err
