@@ -197,16 +197,16 @@ def served(tmp_path, monkeypatch):
         def __init__(self, *args):
             super().__init__(*args, directory=str(folder))
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    known = datasets._Known("small", (str(tmp_path / "nowhere"),), address, tuple(sums))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield known, folder, tmp_path / "cache" / "samestep" / "small"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        nowhere = (str(tmp_path / "nowhere"),)
+        known = datasets._Known("small", nowhere, address, tuple(sums), mean=0.5, deviation=0.3)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield known, folder, tmp_path / "cache" / "samestep" / "small"
+        server.shutdown()
+        thread.join()
 
 
 def test_download_is_checked_and_kept(served):
