@@ -3,10 +3,12 @@
 python benchmarks/core.py scaling     two workers against one: LeNet, batch 256
 python benchmarks/core.py exchange    the shared-memory exchange against gloo's all_reduce
 python benchmarks/core.py startup     command to first committed step against `import torch`
+python benchmarks/core.py survival    what watching, checking and saving cost while nothing happens
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -16,7 +18,9 @@ import sys
 import tempfile
 import textwrap
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +66,28 @@ def scaling(rounds: int = 7, steps: int = 60) -> None:
     print(f"ratio of medians {two / one:.3f}; by round {spread(ratios)}; {rounds} rounds")
 
 
+# Survival, on and off
+
+
+def survival(rounds: int = 11, steps: int = 200) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kinds: dict[str, dict[str, Any]] = {
+            "off": {"check_every": 0, "hang_after": None},
+            "on": {"run": Path(folder) / "run"},
+            "on, saving every 100 steps": {"run": Path(folder) / "saving", "save_every": 100},
+        }
+        speeds: dict[str, list[float]] = {name: [] for name in kinds}
+        with forkserver.kept(), redirect_stdout(io.StringIO()):
+            for i in range(rounds):
+                for name in sorted(kinds, reverse=i % 2 == 1):
+                    speeds[name].append(
+                        ss.launch(train, devices="2xcpu", args=(steps,), **kinds[name])
+                    )
+    for name, measured in speeds.items():
+        ratios = [a / b for a, b in zip(measured, speeds["off"], strict=True)]
+        print(f"{name}: samples/s {spread(measured)}; against off, by round, {spread(ratios)}")
+
+
 # The exchange against gloo
 
 
@@ -69,20 +95,20 @@ def exchange_times(team: ss.Team, rounds: int, repeats: int, port: int) -> dict[
     """Milliseconds of each exchange and each all_reduce, by turns, on the first worker."""
     import torch.distributed as dist
 
-    from samestep.exchange import Flat, Shape
+    from samestep.exchange import Flat, Shape, Work
     from samestep.lanes import reduction, share
 
     pinned, everywhere = os.sched_getaffinity(0), set(range(os.cpu_count() or 1))
     os.sched_setaffinity(0, everywhere)  # for gloo's own threads, which start here
     store = dist.TCPStore("127.0.0.1", port, team.size, team.is_first)
     dist.init_process_group("gloo", store=store, rank=team.number, world_size=team.size)
-    plan = reduction(share(2, [1.0] * team.size), 2)
+    runs = share(2, [1.0] * team.size)
+    work = Work(runs, lambda runs: reduction(runs, 2), lambda run: None)
     times: dict[str, list[float]] = {}
     for floats in (131_000, 11_000_000):
         many = max(5, repeats * 131_000 // floats)
-        exchange = team.exchange(Shape(floats, 16), 2, 0, f"bench {floats}")
-        (slot,) = plan.owners[team.number]
-        mine = exchange.slot(slot)
+        exchange = team.exchange(Shape(floats, 16), 2, 0, f"bench {floats}", "")
+        mine = exchange.slot(runs[team.number].start)
         grads = torch.randn(floats)
         private = torch.empty(floats)
         last: list[Flat] = []
@@ -93,7 +119,7 @@ def exchange_times(team: ss.Team, rounds: int, repeats: int, port: int) -> dict[
             mine.f32.copy_(grads)
 
         def reduce(exchange=exchange, last=last) -> None:  # type: ignore[no-untyped-def]
-            last[:] = [exchange.reduce(plan)]
+            last[:] = [exchange.reduce(work)]
 
         def copy_out(private=private, last=last) -> None:  # type: ignore[no-untyped-def]
             private.copy_(last[0].f32)
@@ -196,5 +222,5 @@ def startup(rounds: int = 9) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["scaling", "exchange", "startup"]:
-        {"scaling": scaling, "exchange": exchange, "startup": startup}[name]()
+    for name in sys.argv[1:] or ["scaling", "exchange", "startup", "survival"]:
+        globals()[name]()
