@@ -14,9 +14,10 @@ PACKAGE = Path(ss.__file__).parent
 
 # Each module imports only from what stands before it.
 ORDER = [
-    "errors", "devices", "lanes", "seeds", "board", "barrier", "processes", "payload", "failure",
-    "tensors", "datasets", "loaders", "data", "metrics", "exchange", "exchange.shared_memory",
-    "exchange.collectives", "layout", "results", "tree", "state", "checkpoint", "trainer", "team",
+    "errors", "devices", "lanes", "plan", "seeds", "clock", "board", "barrier", "processes",
+    "payload", "failure", "tensors", "datasets", "loaders", "data", "metrics", "exchange",
+    "exchange.shared_memory", "exchange.collectives", "layout", "results", "tree", "state",
+    "checkpoint", "trainer", "team",
     "models", "scratch", "messages", "lazy_dynamo", "worker", "forkserver", "supervise",
     "watch", "console", "runs", "launcher", "torchrun", "launch", "replay", "prove", "cli",
 ]  # fmt: skip

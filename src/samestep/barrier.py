@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from samestep.board import Board, Head, Roster, Word, fence, name_kind
+from samestep.clock import Kind
 from samestep.errors import TeamError
 
 _SPINS = 200
@@ -230,6 +231,7 @@ class Barrier:
             if arrived():
                 return True
         self.board.put(Word.WAITS_FOR, row)
+        before = self.board.clock.turn(Kind.WAITING)
         try:
             until = time.monotonic() + _YIELD_S
             while not arrived():
@@ -245,6 +247,7 @@ class Barrier:
                     time.sleep(_SLEEP_S)
             return True
         finally:
+            self.board.clock.turn(before)
             self.board.put(Word.WAITS_FOR, -1)
 
     def _is_disturbed(self, team: Roster) -> bool:

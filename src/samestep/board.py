@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from samestep.clock import Clock, Kind
+
 ROWS = 1024  # workers that one launch may start, replacements included
 GENERATIONS = 4 * ROWS
-_WORDS = 48  # of 8 bytes: what peers poll and the progress lie in different cache lines
+_WORDS = 48  # of 8 bytes, one row: what peers poll and the progress lie in different cache lines
 _HEAD = 8
 
 
@@ -58,6 +60,7 @@ class Word(IntEnum):
     LANE_US = 26  # the longest of its recent lanes
     WAITS_FOR = 27  # the row it waits for, or -1
     FRESH = 28  # what it does now may be much longer than usual: a first lane, a compilation
+    SPENT = 32  # microseconds of its time, one word for each kind
 
 
 class Phase(IntEnum):
@@ -72,6 +75,15 @@ class Phase(IntEnum):
     EVALUATE = 6
     FINISHED = 7
     CATCH_UP = 8
+
+
+_KINDS = {
+    Phase.DATA: Kind.DATA,
+    Phase.LANE: Kind.COMPUTE,
+    Phase.EXCHANGE: Kind.EXCHANGE,
+    Phase.UPDATE: Kind.UPDATE,
+    Phase.EVALUATE: Kind.EVALUATE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,7 @@ class Board:
         self._map = mmap.mmap(-1 if fd is None else fd, self.bytes_needed(seats))
         self.words = memoryview(self._map).cast("q")
         self._mine = _HEAD + me * _WORDS
+        self.clock = Clock()
 
     @staticmethod
     def bytes_needed(seats: int) -> int:
@@ -153,6 +166,20 @@ class Board:
         words[mine + Word.PHASE] = phase
         words[mine + Word.LANE] = lane
         words[mine + Word.ACTIONS] += 1
+        self.clock.turn(_KINDS.get(phase, Kind.OTHER))
+
+    def close_step(self, step: int) -> None:
+        """A step is committed: show it, and the time spent so far."""
+        words, mine = self.words, self._mine
+        words[mine + Word.STEP] = step
+        self.clock.close(step)
+        for kind, seconds in enumerate(self.clock.seconds):
+            words[mine + Word.SPENT + kind] = int(seconds * 1e6)
+
+    def spent(self, row: int) -> tuple[float, ...]:
+        """The seconds a worker has spent until its last step, by kind."""
+        start = _HEAD + row * _WORDS + Word.SPENT
+        return tuple(micros / 1e6 for micros in self.words[start : start + len(Kind)])
 
     def put_loss(self, loss: float) -> None:
         self.put(Word.LOSS, struct.unpack("q", struct.pack("d", loss))[0])

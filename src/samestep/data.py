@@ -6,8 +6,9 @@ on nothing else, so augmentation is the same on any number of devices and loader
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -40,12 +41,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which samples a global batch has, and how they are cut into lanes."""
+    """Which samples a global batch has, and how they are cut into lanes. `costs` are what the lanes
+    are expected to cost, in units that are alike for all cuts of one `key`."""
 
     epoch: int
     number: int
     indices: torch.Tensor
     lanes: tuple[range, ...]
+    costs: tuple[float, ...]
+    key: str
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -68,6 +72,7 @@ class Epoch:
     seed: int
     number: int
     lanes: int
+    cost: Callable[[int], float] | None = None
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -81,7 +86,18 @@ class Epoch:
     def cut(self, batch: int) -> Cut:
         """Which samples a batch has, and its lanes."""
         indices = self.order[batch * self.batch_size : (batch + 1) * self.batch_size]
-        return Cut(self.number, batch, indices, cut(len(indices), self.lanes))
+        lanes = cut(len(indices), self.lanes)
+        if self.cost is None:
+            costs = tuple(float(len(lane)) for lane in lanes)
+            return Cut(self.number, batch, indices, lanes, costs, str(len(lanes[0])))
+        each = [float(self.cost(index)) for index in indices.tolist()]
+        costs = tuple(sum(each[lane.start : lane.stop]) for lane in lanes)
+        if not all(0 < cost < math.inf for cost in costs):
+            raise UsageError(
+                f"dataset: its cost(index) adds up to {min(costs)} for a lane; a sample's cost "
+                "must be a number above 0, for example its number of tokens"
+            )
+        return Cut(self.number, batch, indices, lanes, costs, "cost")
 
     def facts(self) -> dict[str, str]:
         """What must be the same in a run that goes on from this one's state."""
@@ -94,6 +110,11 @@ class Batch(Cut):
     """A global batch, ready to be loaded. `team.batches` makes them; `trainer.step` takes them."""
 
     loader: Loader = field(repr=False)
+
+    @staticmethod
+    def of(cut: Cut, loader: Loader) -> Batch:
+        """A cut and what loads it."""
+        return Batch(**{f.name: getattr(cut, f.name) for f in fields(cut)}, loader=loader)
 
 
 def length_of(dataset: Any) -> int:

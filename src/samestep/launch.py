@@ -221,7 +221,7 @@ def _resumed(run: Path, resume: bool | str) -> Resumed | None:
         return None
     snapshot, manifest, path = found
     warn(f"resume: going on from step {snapshot.step} ({path})")
-    snapshot.generation = snapshot.operation = 0
+    snapshot.generation = snapshot.operation = 0  # of a team that is no more
     return Resumed(
         snapshot, str(path), resume == "edited", manifest["log_lines"], manifest["numerics"]
     )

@@ -23,7 +23,7 @@ from samestep.checkpoint import Saver
 from samestep.console import Console
 from samestep.devices import Machine, pinning
 from samestep.forkserver import Exited, Fork, Forked, ForkServer, Kill
-from samestep.messages import Leave, Order, Ready, Record, Shared, State, Tell, Wanted
+from samestep.messages import Leave, Note, Order, Ready, Record, Shared, State, Tell, Wanted
 from samestep.payload import unpack
 from samestep.processes import Channel, channels, memory_file, out_of_memory_kills
 from samestep.runs import RunFolder
@@ -147,8 +147,10 @@ class Launcher:
         self._stack.close()
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Tell the user, and note it in the run's folder."""
         self.console.say(f"samestep: {text}", sys.stderr)
+        if self._folder is not None:
+            self._folder.note(text)
 
     def until_over(self) -> Outcome | Stopped:
         """Serve the workers until none is left."""
@@ -195,6 +197,8 @@ class Launcher:
             match message:
                 case Record():
                     self._log(message)
+                case Note(text):
+                    self.say(text)
                 case Wanted():
                     self._wanted(row, message.digest)
                 case Shared():

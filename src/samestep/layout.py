@@ -8,7 +8,8 @@
               for each float buffer: in how many lanes it changed
               for each element of a small integer buffer: by how much it grew, and the square of
               that, which together tell whether all lanes agree
-              the loss of each lane, so that a NaN can be named
+              for each lane its loss, so that a NaN can be named; the seconds it took and the seat
+              of who ran it, so that everyone plans from the same numbers
 
 A parameter without a gradient counts as absent. In a flat vector that is -0.0, the one number
 that changes nothing when it is added, not even the sign of a zero.
@@ -88,7 +89,8 @@ class Layout:
         self.changed = span(len(self.float_names))
         small = sum(b.numel() for (_, b), s in zip(integers, self.is_small, strict=True) if s)
         self.grown, self.grown_squared = span(small), span(small)
-        self.lane_losses = span(lanes)
+        self.lane_losses, self.lane_seconds, self.lane_seats = (span(lanes) for _ in range(3))
+        self.by_lane = slice(self.lane_losses.start, end)
         self.shape = Shape(ends[0], end)
 
     @property

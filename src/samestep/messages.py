@@ -72,6 +72,13 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """The user is to be told something about the run."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CatchUp:
     """A replacement has come to where it needs the team's state. The answer is `State`."""
 

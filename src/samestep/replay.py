@@ -113,6 +113,9 @@ class _Alone:
     def save(self, snapshot: Snapshot, due: bool) -> None:
         raise NotImplementedError
 
+    def tell(self, text: str) -> None:
+        pass
+
     def no_room(self, size: int, lanes: int) -> None:
         raise NotImplementedError
 

@@ -65,6 +65,15 @@ class Results:
         target, source = flat.f64[start:], self._sums.f64[start:]
         target.add_(source) if add else target.copy_(source)
 
+    def note(self, flat: Flat, run: range, seconds: list[float], seat: int) -> None:
+        """Note in a run's first node who ran its lanes, and how long each took."""
+        for span, values in (
+            (self.layout.lane_seconds, seconds),
+            (self.layout.lane_seats, [seat + 1.0] * len(run)),
+        ):
+            place = slice(span.start + run.start, span.start + run.stop)
+            flat.f64[place] = flat.f64.new_tensor(values)
+
     def _write_gradients(self, flat: Flat, add: bool) -> list[bool]:
         grads = [parameter.grad for parameter in self.layout.parameters]
         present = [grad is not None for grad in grads]
@@ -89,7 +98,7 @@ class Results:
         loss = loss.to(torch.float64)
         sums[layout.sums] = torch.stack([loss, weight, weight.new_tensor(size)])
         sums[layout.presence] = weight.new_tensor(present)
-        sums[layout.lane_losses] = ABSENT
+        sums[layout.by_lane] = ABSENT
         sums[layout.lane_losses.start + lane] = loss
 
     def _take_floats(self, size: int) -> None:

@@ -1,4 +1,5 @@
-"""A run's folder: settings and result in run.json, a line for each `team.log` in log.jsonl."""
+"""A run's folder: settings and result in run.json, a line for each `team.log` in log.jsonl, and in
+events.log what else the user was told."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ class RunFolder:
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
         self.lines += 1
+
+    def note(self, text: str) -> None:
+        """One line of events.log. A full disk is no reason to stop."""
+        with suppress(OSError), (self.path / "events.log").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
 
     def _cut_log(self, lines: int) -> None:
         """Drop what was logged after the state that a resumed run goes on from."""

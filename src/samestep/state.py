@@ -41,6 +41,7 @@ class Snapshot:
     # For a worker that joins: the operation the team has just ended, and its generation.
     operation: int = 0
     generation: int = 0
+    planning: dict[str, Any] = field(default_factory=dict)
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, length_of
 from samestep.devices import Device
 from samestep.errors import CheckpointDiffers, TeamError, UsageError
 from samestep.exchange import Exchange, Shape
-from samestep.lanes import share
+from samestep.plan import Measured, Planning, Runs, decide, partition
 from samestep.state import Snapshot
 from samestep.trainer import Inspects, Loss, Trainer
 
@@ -99,6 +99,9 @@ class Link(Protocol):
     def save(self, snapshot: Snapshot, due: bool) -> None:
         """Hand the state to be written to disk, at once (`due`) or if the run has to stop."""
 
+    def tell(self, text: str) -> None:
+        """Tell the user something about the run."""
+
     def no_room(self, size: int, lanes: int) -> None:
         """Say that there is no memory here for a lane of `size` samples."""
 
@@ -131,6 +134,8 @@ class Team:
         self._behind = joins or settings.resumed is not None
         self._target: Snapshot | None = None
         self._saved_step, self._saved_at = 0, time.monotonic()
+        self._planning = Planning()
+        self._runs: Runs = ()
         self.inspector: Inspects | None = None
 
     @property
@@ -172,6 +177,15 @@ class Team:
     def exact(self) -> bool:
         """Whether the result has the same bits on any devices."""
         return self._settings.exact
+
+    @property
+    def plan(self) -> dict[str, int]:
+        """How many lanes of the newest step each device ran, by its name."""
+        devices = (self._settings.devices[seat] for seat in self._barrier.roster.seats)
+        return {
+            str(device): len(run)
+            for device, run in zip(devices, self._runs or ((),) * self.size, strict=False)
+        }
 
     @property
     def is_first(self) -> bool:
@@ -233,6 +247,7 @@ class Team:
             self.seed,
             self._epoch,
             self.lanes,
+            getattr(dataset, "cost", None),
         )
         if not len(made):
             raise UsageError(
@@ -278,7 +293,7 @@ class Team:
                 self._boundary(loop, number)
                 self._open[loop] = number + 1
                 cut = made.cut(number)
-                yield Batch(cut.epoch, cut.number, cut.indices, cut.lanes, loader)
+                yield Batch.of(cut, loader)
             self._boundary(loop, len(made), is_end=True)
         finally:
             loader.close()
@@ -290,7 +305,7 @@ class Team:
         first = self._step - start
         for number in range(start, len(made)):
             cut = made.cut(number)
-            run = self.runs(len(cut.lanes), first + number)[self.place]
+            run = self.runs(cut, first + number)[self.place]
             yield from self.units(cut, run)
 
     def trainer(
@@ -381,7 +396,7 @@ class Team:
         for trainer in self._trainers:
             if not trainer.is_built:
                 cut = made.cut(0)
-                batch = Batch(cut.epoch, cut.number, cut.indices, cut.lanes, loader)
+                batch = Batch.of(cut, loader)
                 with suppress(Exception):  # the batch is another trainer's
                     trainer.make_whole(batch)
 
@@ -404,6 +419,7 @@ class Team:
         if target.generation:
             roster = self._board.roster(target.generation)
             self._barrier.enter(roster, target.operation)
+            self._planning = Planning(**target.planning)
         self._behind, self._target = False, None
         self._board.enter(Phase.MAIN)
         state.set_random_state(target.random)
@@ -501,6 +517,7 @@ class Team:
             random=state.random_state(),
             operation=self._barrier.operation,
             generation=self._barrier.roster.generation,
+            planning=self._planning.state(),
         )
 
     # What follows is for the trainer.
@@ -561,22 +578,15 @@ class Team:
         """Say that there is no memory here for a lane of `size` samples."""
         self._link.no_room(size, lanes)
 
-    def runs(self, lanes: int, step: int | None = None, size: int = 0) -> tuple[range, ...]:
-        """The plan: the contiguous run of lanes of each member. Who is known to have no room for
-        lanes of `size` gets none."""
-        roster = self._barrier.roster
-        plan = self._settings.plan
+    def runs(self, cut: Cut, step: int | None = None) -> Runs:
+        """The plan: the contiguous run of lanes of each member. Who is known to have no memory for
+        lanes of this size gets none."""
+        roster, plan, lanes = self._barrier.roster, self._settings.plan, len(cut.lanes)
         if plan is None or len(roster) != len(self._settings.devices):
-            speeds = [self._settings.devices[seat].speed for seat in roster.seats]
-            fit = [not room or size < room for room in roster.rooms]
-            if all(fit) or not any(fit):
-                return share(lanes, speeds)
-            shares = iter(share(lanes, [v for v, fits in zip(speeds, fit, strict=True) if fits]))
-            runs, end = [], 0
-            for fits in fit:
-                runs.append(next(shares) if fits else range(end, end))
-                end = runs[-1].stop
-            return tuple(runs)
+            sizes = tuple(map(len, cut.lanes)) if any(roster.rooms) else ()
+            rooms = roster.rooms if any(roster.rooms) else ()
+            shares = self._planning.shares(cut.key, roster.seats, cut.costs, sizes, rooms)
+            return self._planning.probes(partition(shares), roster.seats)
         counts = list(plan(lanes, self._step if step is None else step))
         if len(counts) != self.size or sum(counts) != lanes or min(counts) < 0:
             raise UsageError(
@@ -584,6 +594,23 @@ class Team:
             )
         starts = [sum(counts[:i]) for i in range(self.size)]
         return tuple(range(a, a + n) for a, n in zip(starts, counts, strict=True))
+
+    @property
+    def speeds(self) -> list[float]:
+        """How fast the members are, as far as that is known."""
+        return self._planning.speeds(self._barrier.roster.seats)
+
+    def observe(self, runs: Runs, measured: Measured) -> None:
+        """Take in what the root says of a step: who ran its lanes, and how long that took."""
+        self._runs = runs
+        if self._settings.plan is not None:
+            return
+        seats = self._barrier.roster.seats
+        names = [str(self._settings.devices[seat]) for seat in seats]
+        self._planning, says = decide(self._planning, measured, seats, names)
+        if self.is_oldest:
+            for text in says:
+                self._link.tell(f"step {self._step + 1}: {text}")
 
     def units(self, batch: Cut, run: range) -> list[Unit]:
         """A run of lanes of a batch: lane by lane, or all at once if not exact."""
@@ -600,11 +627,11 @@ class Team:
         """A step has been applied: move on, with random numbers keyed by the new position."""
         board = self._board
         self._step += 1
-        board.put(Word.STEP, self._step)
         board.put(Word.SAMPLES, board.get(board.me, Word.SAMPLES) + samples)
         board.put(Word.EPOCH_STEP, board.get(board.me, Word.EPOCH_STEP) + 1)
         board.put_loss(loss)
         board.enter(Phase.MAIN)
+        board.close_step(self._step)
         seeds.reseed("main", self.seed, self._step)
         if self._step == self._settings.stop_at:
             raise StopAt

@@ -150,6 +150,9 @@ class _Link:
     def save(self, snapshot: Snapshot, due: bool) -> None:
         raise NotImplementedError
 
+    def tell(self, text: str) -> None:
+        print(f"samestep: {text}", file=sys.stderr, flush=True)
+
     def no_room(self, size: int, lanes: int) -> None:
         raise OutOfMemory(
             f"rank {self._rank} ({self._device}) has no memory for a lane of {size} samples; "

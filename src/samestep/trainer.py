@@ -36,6 +36,7 @@ from samestep.lanes import cut, fused, reduction, share
 from samestep.layout import Layout, Sums, digest, fingerprint
 from samestep.metrics import Metric, Seen
 from samestep.payload import digest_of_code
+from samestep.plan import Measured, Runs
 from samestep.results import Results, Scratch
 from samestep.state import capture, restore
 from samestep.tree import Tree
@@ -90,7 +91,12 @@ class TrainersTeam(Protocol):
     def loop(self) -> int: ...
     @property
     def board(self) -> Board: ...
-    def runs(self, lanes: int, step: int | None = None, size: int = 0) -> tuple[range, ...]: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def speeds(self) -> list[float]: ...
+    def runs(self, cut: Cut, step: int | None = None) -> Runs: ...
+    def observe(self, runs: Runs, measured: Measured) -> None: ...
     def units(self, batch: Cut, run: range) -> list[Unit]: ...
     def exchange(self, shape: Shape, lanes: int, kind: int, key: str, about: str) -> Exchange: ...
     def recorded(self, what: str, compute: Callable[[], Any]) -> Any: ...
@@ -163,7 +169,7 @@ class Trainer:
             )
         built = self._build(batch)
         size = max(map(len, batch.lanes))
-        self._runs = self._team.runs(len(batch.lanes), size=size)
+        self._runs = self._team.runs(batch)
         built.begin()
         self._batch, self._has_room = batch, True
         try:
@@ -214,6 +220,7 @@ class Trainer:
         built.commit_buffers(total, tail, sums.size, grown)
         if self._team.loop != self._loop:
             self._loop, self._loss_sum, self._weight_sum = self._team.loop, 0.0, 0.0
+        self._observe(batch, built, tail)
         self._loss_sum += sums.loss
         self._weight_sum += sums.weight
         loss = sums.loss / sums.weight
@@ -233,10 +240,22 @@ class Trainer:
         assert batch is not None
         assert built is not None
         tree = Tree(run, len(batch.lanes), built.exchange.slot, built.scratch)
+        seconds: list[float] = []
         with self._deterministic_kernels():
             for unit in self._team.units(batch, run):
-                self._run(built, tree, batch, unit)
+                count = 1 if self._team.exact else len(run)
+                seconds += [self._run(built, tree, batch, unit) / count] * count
         self._board.enter(Phase.EXCHANGE)
+        if run:
+            built.note(built.exchange.slot(run.start), run, seconds, self._team.number)
+
+    def _observe(self, batch: Batch, built: Results, tail: torch.Tensor) -> None:
+        """Hand on what the root says of who ran which lane, and how long it took."""
+        lanes = len(batch.lanes)
+        seats = [int(seat) - 1 for seat in tail[built.layout.lane_seats].tolist()[:lanes]]
+        seconds = tail[built.layout.lane_seconds].tolist()[:lanes]
+        key = f"{self._number} {batch.key}"
+        self._team.observe(self._runs, Measured(key, batch.costs, seats, seconds))
 
     def _give_back(self, size: int) -> None:
         """There was no memory for a lane: free what there is, and let others run these lanes."""
@@ -248,11 +267,13 @@ class Trainer:
         assert self._batch is not None
         self._team.no_room(size, len(self._batch.lanes))
 
-    def _run(self, built: Results, tree: Tree, batch: Batch, unit: Unit) -> None:
-        """One lane: nothing but (weights, step, lane) may have a part in its result."""
+    def _run(self, built: Results, tree: Tree, batch: Batch, unit: Unit) -> float:
+        """One lane: nothing but (weights, step, lane) may have a part in its result. Returns its
+        seconds, below 0 where they are not what later ones will take."""
         team, board, began = self._team, self._board, time.perf_counter()
         size = len(unit.indices)
-        board.put(Word.FRESH, size not in self._seen_sizes)
+        is_fresh = size not in self._seen_sizes
+        board.put(Word.FRESH, is_fresh)
         board.enter(Phase.DATA, unit.lane)
         fields = to_device(batch.loader.load(unit), team.device)
         board.enter(Phase.LANE, unit.lane)
@@ -279,9 +300,11 @@ class Trainer:
         tree.fold(unit.lane)
         team.pause(began)
         self._seen_sizes.add(size)
-        micros = int((time.perf_counter() - began) * 1e6)
+        seconds = time.perf_counter() - began
         # The longest of late, slowly forgotten: what a hang is measured by.
-        board.put(Word.LANE_US, max(micros, board.get(board.me, Word.LANE_US) * 63 // 64))
+        longest = board.get(board.me, Word.LANE_US) * 63 // 64
+        board.put(Word.LANE_US, max(int(seconds * 1e6), longest))
+        return -seconds if is_fresh else seconds
 
     def _check_sums(self, sums: Sums, lane_losses: list[float]) -> None:
         step = self._team.step
@@ -362,7 +385,7 @@ class Trainer:
         gradients."""
         team, samples = self._team, length_of(dataset)
         chunks = cut(samples, math.ceil(samples / chunk))
-        runs = share(len(chunks), [1.0] * team.size)
+        runs = share(len(chunks), team.speeds)
         mine = runs[team.place]
 
         def unit(number: int) -> Unit:

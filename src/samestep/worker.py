@@ -33,6 +33,7 @@ from samestep.messages import (
     Done,
     Failed,
     NoRoom,
+    Note,
     Order,
     Ready,
     Record,
@@ -222,6 +223,9 @@ class _Line:
         fd = pack(snapshot)
         self.send(message, (fd,))
         os.close(fd)
+
+    def tell(self, text: str) -> None:
+        self.send(Note(text))
 
     def no_room(self, size: int, lanes: int) -> None:
         self.send(NoRoom(size, lanes))
