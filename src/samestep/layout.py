@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -124,22 +124,21 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+def tensors_of(model: nn.Module, state: dict[int, Any]) -> Iterator[tuple[str, object]]:
     """Everything a fingerprint covers, by name and in a fixed order."""
     for name, parameter in model.named_parameters():
         yield f"parameter {name}", parameter
     for name, buffer in model.named_buffers():
         yield f"buffer {name}", buffer
-    state = optimizer.state_dict()["state"]
     for index in sorted(state):
         for name in sorted(state[index]):
             yield f"optimizer {index} {name}", state[index][name]
 
 
-def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over parameters, buffers and optimizer state."""
+def fingerprint(model: nn.Module, state: dict[int, Any]) -> str:
+    """SHA-256 over parameters, buffers and the optimizer's state (by a parameter's number)."""
     digest = hashlib.sha256()
-    for name, value in tensors_of(model, optimizer):
+    for name, value in tensors_of(model, state):
         if isinstance(value, torch.Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
             digest.update(as_bytes(value.cpu()))

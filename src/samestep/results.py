@@ -36,8 +36,9 @@ class Results:
         self.layout, self.exchange = layout, exchange
         self.scratch = Scratch(layout.shape, device)
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._root = Flat.empty(layout.shape, device)
-        self._root_views = layout.gradients(self._root)
+        self._device = device
+        self._root: Flat | None = None
+        self._root_views: list[torch.Tensor] = []
         # A lane's float64 numbers other than gradients, at their places.
         self._sums = Flat.empty(Shape(0, layout.shape.f64), device)
         self._averaged = layout.float_buffers(self._sums)
@@ -154,12 +155,14 @@ class Results:
             place = end
         return growth
 
-    def give_gradients(self, total: Flat, weight: float, tail: torch.Tensor) -> None:
+    def give_gradients(self, total: Flat, weight: float, present: list[bool]) -> None:
         """`.grad` of each parameter from the root: one division, by the global weight."""
         end = self.layout.gradients_end
+        if self._root is None:
+            self._root = Flat.empty(self.layout.shape, self._device)
+            self._root_views = self.layout.gradients(self._root)
         torch.div(total.f32, weight, out=self._root.f32)
         torch.div(total.f64[:end], weight, out=self._root.f64[:end])
-        present = tail[self.layout.presence].tolist()
         for parameter, view, here in zip(
             self.layout.parameters, self._root_views, present, strict=True
         ):
@@ -190,6 +193,53 @@ class Results:
         if key not in self._views:
             self._views[key] = self.layout.gradients(flat)
         return self._views[key]
+
+
+class Gradients:
+    """The root's gradients, to be given to the parameters, or part by part."""
+
+    def __init__(self, built: Results, total: Flat, weight: float, tail: torch.Tensor) -> None:
+        self._built, self._total, self._weight = built, total, weight
+        self._present = [bool(count) for count in tail[built.layout.presence].tolist()]
+        views = zip(
+            built.layout.parameters, built.layout.gradients(total), self._present, strict=True
+        )
+        self._views = {id(parameter): view for parameter, view, here in views if here}
+        self._coefficient: torch.Tensor | None = None
+
+    def clip(self, norm: float) -> torch.Tensor:
+        """Have them clipped to a norm of the whole; returns what it is before that."""
+        norms = [
+            torch.linalg.vector_norm(self.part(parameter, 0, parameter.numel()))
+            for parameter in self._built.layout.parameters
+            if self.is_present(parameter)
+        ]
+        # As torch.nn.utils.clip_grad_norm_ has it, to the last bit.
+        whole = torch.linalg.vector_norm(torch.stack(norms))
+        self._coefficient = torch.clamp(norm / (whole + 1e-6), max=1.0)
+        return whole
+
+    def is_present(self, parameter: torch.Tensor) -> bool:
+        """Whether any lane had a gradient for it."""
+        return id(parameter) in self._views
+
+    def part(self, parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter's gradient, in its dtype."""
+        flat = self._views[id(parameter)]
+        if parameter.is_complex():
+            flat = torch.view_as_complex(flat)
+        grad: torch.Tensor = (flat.reshape(-1)[start:stop] / self._weight).to(parameter.dtype)
+        if self._coefficient is not None:
+            grad.mul_(self._coefficient)
+        return grad
+
+    def give(self) -> None:
+        """Set `.grad` of every parameter."""
+        self._built.give_gradients(self._total, self._weight, self._present)
+        if self._coefficient is not None:
+            for parameter in self._built.layout.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._coefficient)
 
 
 class _Buffers:

@@ -44,17 +44,17 @@ class Snapshot:
     planning: dict[str, Any] = field(default_factory=dict)
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All values of a model and its optimizer, as they are and where they are."""
+def capture(model: nn.Module, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """All values of a model and its optimizer's state, as they are and where they are."""
     return {
         "parameters": {name: value.detach() for name, value in model.named_parameters()},
         "buffers": {name: value.detach() for name, value in model.named_buffers()},
-        "optimizer": optimizer.state_dict(),
+        "optimizer": optimizer,
     }
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put captured values back into the same objects."""
+def restore(model: nn.Module, state: dict[str, Any]) -> None:
+    """Put captured values back into the same model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state["parameters"][name])
@@ -66,7 +66,6 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str,
             else:
                 path, _, key = name.rpartition(".")
                 setattr(model.get_submodule(path), key, saved.to(buffer.device, copy=True))
-    optimizer.load_state_dict(state["optimizer"])
 
 
 def random_state() -> dict[str, Any]:

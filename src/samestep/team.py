@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ import torch
 
 from samestep import seeds, state
 from samestep.barrier import Barrier
-from samestep.board import Board, Head, Phase, Word, name_kind
+from samestep.board import Board, Head, Phase, Word, kind_of, name_kind
 from samestep.checkpoint import encode
 from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, length_of
 from samestep.devices import Device
@@ -20,6 +21,7 @@ from samestep.errors import CheckpointDiffers, TeamError, UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.plan import Measured, Planning, Runs, decide, partition
 from samestep.state import Snapshot
+from samestep.stores import Sharded
 from samestep.trainer import Inspects, Loss, Trainer
 
 Plan = Callable[[int, int], Sequence[int]]
@@ -83,6 +85,9 @@ class Link(Protocol):
         self, barrier: Barrier, shape: Shape, lanes: int, kind: int, name: str, about: str
     ) -> Exchange:
         """An exchange between all workers; `about` must be the same text on each of them."""
+
+    def memory(self, name: str, size: int, about: str) -> mmap.mmap:
+        """Memory that all workers share, filled with zeros at first; `about` as above."""
 
     def show(self, text: str) -> None:
         """Print once for the whole team."""
@@ -484,7 +489,7 @@ class Team:
         if self._barrier.joined is not None:
             rows = self._barrier.join()
             if self.is_oldest:
-                self._link.give(rows, self._snapshot(loop, batch))
+                self._link.give(rows, self._snapshot(loop, batch, is_shared=True))
         if self._settings.saves is not None and self.is_oldest:
             self._save(loop, batch, is_end)
 
@@ -501,7 +506,7 @@ class Team:
         if stop:
             self._link.wait_end()
 
-    def _snapshot(self, loop: int, batch: int) -> Snapshot:
+    def _snapshot(self, loop: int, batch: int, is_shared: bool = False) -> Snapshot:
         return Snapshot(
             loop=loop,
             batch=batch,
@@ -511,7 +516,7 @@ class Team:
             ends=dict(self._ends),
             records=list(self._records),
             facts=self._all_facts(loop),
-            trainers=[trainer.state() for trainer in self._trainers],
+            trainers=[trainer.state(is_shared) for trainer in self._trainers],
             schedulers=[scheduler.state_dict() for scheduler in self._schedulers()],
             kept={name: kept.state_dict() for name, kept in self._kept.items()},
             random=state.random_state(),
@@ -622,6 +627,18 @@ class Team:
         """An exchange between all workers of the team, called `key`; `about` must be alike."""
         name = f"{name_kind(kind)} {key}"
         return self._link.exchange(self._barrier, shape, lanes, kind, name, about)
+
+    def sharded(self, optimizer: torch.optim.Optimizer, trainer: int) -> Sharded:
+        """A store in memory that all workers share."""
+        kind = kind_of(trainer, False)
+        return Sharded(
+            optimizer,
+            self._barrier,
+            kind,
+            self._seat,
+            len(self._settings.devices),
+            lambda size, about: self._link.memory(f"store of {name_kind(kind)}", size, about),
+        )
 
     def commit(self, samples: int, loss: float) -> None:
         """A step has been applied: move on, with random numbers keyed by the new position."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -132,6 +133,12 @@ class _Link:
             if theirs != about:
                 raise unlike(self._rank, other, about, theirs)
         return Collectives(shape, self._device.torch_device)
+
+    def memory(self, name: str, size: int, about: str) -> mmap.mmap:
+        raise UsageError(
+            "store: what workers share is the memory of one machine; under torchrun use "
+            "store='replicated', or start the script without torchrun"
+        )
 
     def show(self, text: str) -> None:
         print(text, flush=True)

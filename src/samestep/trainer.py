@@ -37,8 +37,9 @@ from samestep.layout import Layout, Sums, digest, fingerprint
 from samestep.metrics import Metric, Seen
 from samestep.payload import digest_of_code
 from samestep.plan import Measured, Runs
-from samestep.results import Results, Scratch
+from samestep.results import Gradients, Results, Scratch
 from samestep.state import capture, restore
+from samestep.stores import STORES, Replicated, Sharded, Store, check
 from samestep.tree import Tree
 
 __all__ = ["Trainer"]
@@ -46,7 +47,6 @@ __all__ = ["Trainer"]
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor | float | int]]
 
 _PRECISIONS = ("fp32", "bf16")
-_STORES = ("replicated",)
 
 
 class Inspects(Protocol):
@@ -99,6 +99,7 @@ class TrainersTeam(Protocol):
     def observe(self, runs: Runs, measured: Measured) -> None: ...
     def units(self, batch: Cut, run: range) -> list[Unit]: ...
     def exchange(self, shape: Shape, lanes: int, kind: int, key: str, about: str) -> Exchange: ...
+    def sharded(self, optimizer: torch.optim.Optimizer, trainer: int) -> Sharded: ...
     def recorded(self, what: str, compute: Callable[[], Any]) -> Any: ...
     def no_room(self, size: int, lanes: int) -> None: ...
     def pause(self, began: float) -> None: ...
@@ -130,8 +131,9 @@ class Trainer:
         _check_optimizer(optimizer)
         if precision not in _PRECISIONS:
             raise UsageError(f"precision={precision!r}: must be one of {', '.join(_PRECISIONS)}")
-        if store not in _STORES:
-            raise UsageError(f"store={store!r}: must be one of {', '.join(_STORES)}")
+        if store not in STORES:
+            raise UsageError(f"store={store!r}: must be one of {', '.join(STORES)}")
+        check(store, team.device, model, optimizer)
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
         self.model, self.optimizer = model.to(team.device), optimizer
@@ -145,6 +147,8 @@ class Trainer:
         self._loop, self._loss_sum, self._weight_sum = 0, 0.0, 0.0
         self._seen_sizes: set[Any] = set()
         self._exchanges: dict[tuple[int, Shape], Exchange] = {}
+        self._store_kind = store
+        self._store: Store = Replicated(optimizer)  # until the model is built
         if self.is_built:
             self._build()
 
@@ -213,10 +217,10 @@ class Trainer:
         self._check_sums(sums, tail[built.layout.lane_losses].tolist())
         results = len(batch.lanes) if self._team.exact else sum(map(bool, self._runs))
         grown = built.agreed_growth(tail, results)
-        built.give_gradients(total, sums.weight, tail)
+        gradients = Gradients(built, total, sums.weight, tail)
         if self._clip_norm is not None:
-            self._clip(built, self._clip_norm)
-        self.optimizer.step()
+            self._clip(gradients, self._clip_norm)
+        self._store.step(gradients)
         built.commit_buffers(total, tail, sums.size, grown)
         if self._team.loop != self._loop:
             self._loop, self._loss_sum, self._weight_sum = self._team.loop, 0.0, 0.0
@@ -323,8 +327,8 @@ class Trainer:
                 "that the loss function returns as (sum, weight) must be above 0"
             )
 
-    def _clip(self, built: Results, clip_norm: float) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(built.layout.parameters, clip_norm)
+    def _clip(self, gradients: Gradients, clip_norm: float) -> None:
+        norm = gradients.clip(clip_norm)
         if not torch.isfinite(norm):
             error = NonFiniteLoss(
                 f"step {self._team.step}: the gradient's norm is {norm.item()}; the "
@@ -463,7 +467,7 @@ class Trainer:
                 "fingerprint: the model has lazily initialised modules; train one step first"
             )
         return self._team.recorded(  # type: ignore[no-any-return]
-            "fingerprint", lambda: fingerprint(self.model, self.optimizer)
+            "fingerprint", lambda: fingerprint(self.model, self._store.state_dict()["state"])
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -487,7 +491,7 @@ class Trainer:
         described = layout.describe()
         # Weights are compared where they are what `main` made them, and nothing else.
         is_new = self._team.step == 0 and not self._team.has_skipped
-        weights = fingerprint(self.model, self.optimizer) if is_new else ""
+        weights = fingerprint(self.model, self._store.state_dict()["state"]) if is_new else ""
         exchange = self._team.exchange(
             layout.shape,
             self._team.lanes,
@@ -496,12 +500,14 @@ class Trainer:
             f"{described} {weights}",
         )
         self._built = Results(layout, self.model, exchange, self._team.device)
+        if self._store_kind != "replicated" and isinstance(self._store, Replicated):
+            self._store = self._team.sharded(self.optimizer, self._number)
         return self._built
 
-    def state(self) -> dict[str, Any]:
-        """What a snapshot keeps of it."""
+    def state(self, is_shared: bool = False) -> dict[str, Any]:
+        """What a snapshot keeps of it; `is_shared`: without what all workers share anyway."""
         sums = [self._team.loop - self._loop, self._loss_sum, self._weight_sum]
-        return {**capture(self.model, self.optimizer), "sums": sums}
+        return {**capture(self.model, self._store.state_dict(is_shared)), "sums": sums}
 
     def make_whole(self, batch: Batch) -> None:
         """Let lazily initialised modules look at a batch, before values are put back into them."""
@@ -509,7 +515,8 @@ class Trainer:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Put back what a snapshot kept."""
-        restore(self.model, self.optimizer, saved)
+        restore(self.model, saved)
+        self._store.load_state_dict(saved["optimizer"])
         behind, self._loss_sum, self._weight_sum = saved["sums"]
         self._loop = self._team.loop - behind
 

@@ -205,6 +205,13 @@ class _Line:
         os.close(fd)
         return exchange
 
+    def memory(self, name: str, size: int, about: str) -> mmap.mmap:
+        (fd,) = self._ask(Claim(name, size, about))
+        try:
+            return mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+
     def catch_up(self) -> Snapshot:
         (fd,) = self._ask(CatchUp())
         try:
