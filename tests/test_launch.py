@@ -595,6 +595,15 @@ def test_background_loaders_end_with_their_worker(tmp_path):
         ({"max_losses": -1}, r"max_losses=-1: must be a whole number of at least 0"),
         ({"check_every": "often"}, r"check_every='often': must be a whole number"),
         ({"hang_after": 0}, r"hang_after=0: must be a number of seconds above 0, or None"),
+        ({"hang_after": "30"}, r"hang_after='30': must be a number of seconds"),
+        ({"devices": []}, r"devices=\[\]: at least 1 device is needed"),
+        ({"kwargs": [1]}, r"kwargs=\[1\]: must be a dict"),
+        ({"exact": "no"}, r"exact='no': must be True or False"),
+        ({"replace": None}, r"replace=None: must be True or False"),
+        ({"plan": 5}, r"plan=5: must be a function plan\(lanes, step\), or None"),
+        ({"run": 5}, r"run=5: must be the path of a folder"),
+        ({"run": ""}, r"run='': must be the path of a folder"),
+        ({"run": "/dev/null/x"}, r"run='/dev/null/x': must be a folder that can be made"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the messages are those without a GPU")
@@ -657,10 +666,14 @@ def trainer_with(**changes):
         ),
         ({"store": lambda m: "disk"}, "UsageError", "store='disk': must be one of replicated"),
         ({"clip_norm": lambda m: 0}, "UsageError", "clip_norm=0: must be above 0"),
+        ({"clip_norm": lambda m: "1"}, "UsageError", "clip_norm='1': must be above 0"),
+        ({"compile": lambda m: "max"}, "UsageError", "compile='max': must be True or False"),
         ({"batch_size": lambda m: 0}, "UsageError", "batch_size=0: must be a whole number"),
         ({"data": lambda m: []}, "UsageError", "dataset: has no samples"),
         ({"data": lambda m: iter([1])}, "UsageError", "dataset: needs __len__ and __getitem__"),
-        ({"loss": lambda m: lambda m, x: m(x).mean()}, "LossError", "one number for 1 examples"),
+        ({"data": lambda m: {0: 1}}, "UsageError", "a map-style dataset.*, got dict"),
+        ({"data": lambda m: torch.zeros(8, 2)}, "UsageError", "put tensors into ss.data.Tensors"),
+        ({"loss": lambda m: lambda m, x: m(x).mean()}, "LossError", "a lane of 1 examples"),
         ({"loss": lambda m: lambda m, x: None}, "LossError", "returned NoneType"),
         (
             {"loss": lambda m: lambda m, x: x.sum(1)},
@@ -668,6 +681,16 @@ def trainer_with(**changes):
             "does not depend on any parameter",
         ),
         ({"loss": lambda m: lambda m, x: (m(x), 1)}, "LossError", r"a sum of shape \(1, 2\)"),
+        (
+            {"loss": lambda m: lambda m, x: (m(x).sum(), "a")},
+            "LossError",
+            r"returned \(sum, weight\) with 'a' as the weight",
+        ),
+        (
+            {"loss": lambda m: lambda m, x: (2.0, m(x).sum())},
+            "LossError",
+            r"must be \(sum, weight\), in this order",
+        ),
         (
             {"loss": lambda m: lambda m, x: (m(x).sum(), 0.0)},
             "LossError",
@@ -743,3 +766,50 @@ def test_a_run_folder_keeps_settings_log_and_result(tmp_path):
         ss.launch(fail, devices="1xcpu", run=folder)
     assert json.loads((folder / "run.json").read_text())["error"] == "ValueError: no"
     assert json.loads((tmp_path / "runs" / "x.1" / "run.json").read_text()) == record
+
+
+# Output that nobody takes, and how a script is started
+
+
+QUIET = """
+    import torch, samestep as ss
+    def main(team):
+        for i in range(200):
+            team.print("line", i)
+        return 7
+    result = ss.launch(main, devices="2xcpu")
+    open("result", "w").write(str(result))
+"""
+
+
+@pytest.mark.parametrize("where", ["| true", "| head -1", ">&-", ">/dev/full", ">&- 2>&-"])
+def test_output_that_nobody_takes_does_not_stop_a_training(where, tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(QUIET))
+    command = f"{sys.executable} train.py {where}"
+    subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    assert (tmp_path / "result").read_text() == "7"
+
+
+def test_a_script_that_runpy_runs(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(QUIET))
+    code = "import runpy; runpy.run_path('train.py')"
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=True)
+    assert (tmp_path / "result").read_text() == "7"
+
+
+def test_a_fork_server_that_is_killed_is_named(tmp_path):
+    code = """
+        import os, signal, samestep as ss
+        ss.launch(lambda team: os.kill(os.getppid(), signal.SIGKILL), devices="1xcpu")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(code))
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert "the fork server, which starts and watches the workers, was ended by SIGKILL" in (
+        done.stderr
+    )

@@ -209,6 +209,84 @@ def test_other_code_is_refused_unless_the_change_is_meant(tmp_path):
     assert ss.launch(edited, resume="edited", **options) == expected
 
 
+def test_a_refused_resume_changes_nothing(tmp_path):
+    run = tmp_path / "run"
+    options = {"run": run, "save_every": 1, "devices": "2xcpu"}
+    ss.launch(classifier, **options)
+    before = [(run / name).read_text() for name in ("run.json", "log.jsonl")]
+    with pytest.raises(ss.CheckpointDiffers):
+        ss.launch(classifier, resume=True, seed=5, **options)
+    assert [(run / name).read_text() for name in ("run.json", "log.jsonl")] == before
+
+
+def test_each_checkpoint_knows_the_log_of_its_own_moment(tmp_path, monkeypatch):
+    """Records of other workers may come before a snapshot that was taken earlier."""
+    found = []
+    monkeypatch.setattr(
+        checkpoint, "write", lambda folder, snapshot, about, keep: found.append((snapshot, about))
+    )
+
+    def main(team):
+        model = nn.Linear(100, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = team.trainer(
+            model, optimizer, lambda m, x, y: jobs.cross_entropy(m, x.flatten(1), y)
+        )
+        for _ in team.epochs(30):
+            for batch in team.batches(jobs.images(24), 8):
+                trainer.step(batch)
+                team.log(loss=0.0)
+
+    ss.launch(main, devices="3xcpu", run=tmp_path / "run", save_every=1)
+    assert len(found) > 3
+    assert [about["log_lines"] for _, about in found] == [s.step for s, _ in found]
+
+
+def test_who_counts_by_itself_in_a_loop_is_told_what_to_do(tmp_path):
+    """A replacement does not see batches that are over, so its own count is another one."""
+    mark = tmp_path / "killed"
+
+    def main(team):
+        model = nn.Linear(100, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = team.trainer(
+            model, optimizer, lambda m, x, y: jobs.cross_entropy(m, x.flatten(1), y)
+        )
+        count = 0
+        for _ in team.epochs(40):
+            for batch in team.batches(jobs.images(24), 8):
+                if team.number == 1 and team.position.step == 8 and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + count)
+                count += 1
+                trainer.step(batch)
+
+    with pytest.raises(ss.DeviceDiffers, match=r"count with team.position.step"):
+        ss.launch(main, devices="2xcpu", check_every=1)
+
+
+def test_next_instead_of_a_loop_is_told_what_to_do(tmp_path):
+    def main(team, stop=-1):
+        model = nn.Linear(100, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = team.trainer(
+            model, optimizer, lambda m, x, y: jobs.cross_entropy(m, x.flatten(1), y)
+        )
+        for _ in range(6):
+            batches = team.batches(jobs.images(24), 8)
+            for _ in range(3):
+                trainer.step(next(batches))
+                stop_at(team, stop)
+
+    options = {"run": tmp_path / "run", "save_every": 1, "devices": "1xcpu"}
+    with pytest.raises(Interrupted):
+        ss.launch(main, args=(8,), **options)
+    with pytest.raises(Exception) as caught:
+        ss.launch(main, resume=True, **options)
+    assert "not next()" in "".join(caught.value.__notes__)
+
+
 # Damage
 
 

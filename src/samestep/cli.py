@@ -1,9 +1,11 @@
-"""The command line: `samestep devices | train | run | prove | replay | demo`."""
+"""The command line: `samestep devices | train | run | prove | replay | memory | demo`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from enum import Enum
@@ -18,8 +20,10 @@ from samestep import models
 from samestep.devices import describe, inventory
 from samestep.errors import DatasetMissing, SamestepError, UsageError
 from samestep.launch import Overrides, launch, overridden
+from samestep.memory import PARTS
 from samestep.prove import holds, model_job, prove, run_script, script_job
 from samestep.replay import replay
+from samestep.stores import STORES
 
 app = typer.Typer(
     help="The same training on any set of devices.",
@@ -31,6 +35,8 @@ app = typer.Typer(
 Model = Enum("Model", {name: name for name in models.MODELS})  # type: ignore[misc]
 Data = Enum("Data", {name: name for name in models.DATA})  # type: ignore[misc]
 Precision = Enum("Precision", {"fp32": "fp32", "bf16": "bf16"})
+Optimizer = Enum("Optimizer", {name: name for name in models.OPTIMIZERS})  # type: ignore[misc]
+Store = Enum("Store", {name: name for name in STORES})  # type: ignore[misc]
 
 Devices = Annotated[
     str, typer.Option(help="all, a number, or terms such as cuda:1, cpu, 3xcpu, cpu@0.25")
@@ -77,6 +83,8 @@ def train(
     keep: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 3,
 ) -> None:
     """Train a network of the tutorials."""
+    if epochs < 1:
+        raise UsageError(f"--epochs {epochs}: must be at least 1")
     run = run or Path("runs") / model.value
     recipe = models.Recipe(
         model=model.value,
@@ -187,6 +195,42 @@ def prove_(
     print(
         f"PROVED: {len(rows) - 1} trainings of {steps} steps gave the same bits; "
         "the control did not"
+    )
+
+
+@app.command("memory")
+def memory_(
+    model: Annotated[Model, typer.Argument(help="The network.")],
+    devices: Devices = "all",
+    batch_size: Annotated[
+        int, typer.Option(help="Samples of a step, on all devices together.")
+    ] = 256,
+    lanes: Lanes = 8,
+    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = Optimizer["sgd"],
+    store: Annotated[
+        Store, typer.Option(help="Where its state lives: in each worker, or once.")
+    ] = Store["replicated"],
+    width: Annotated[int, typer.Option(help="Of the mlp's two hidden layers.")] = 0,
+) -> None:
+    """What a training needs in memory, per device: predicted, and measured after a few steps."""
+    if batch_size < 1 or width < 0:
+        raise UsageError(f"--batch-size {batch_size} --width {width}: must not be negative")
+    with tempfile.TemporaryDirectory() as folder:
+        args = (model.value, optimizer.value, store.value, batch_size, width, folder)
+        launch(models.weigh, devices=devices, lanes=lanes, args=args)
+        weighed = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    table = Table("", "", *PARTS, "sum", "process", title=f"{model.value}, MB")
+    for worker, found in enumerate(weighed):
+        for kind in ("predicted", "measured"):
+            parts = [found[kind][part] for part in PARTS]
+            process = f"{found['process'] / 1e6:.0f}" if kind == "measured" else ""
+            numbers = [f"{part / 1e6:.1f}" for part in (*parts, sum(parts))]
+            table.add_row(f"worker {worker} ({found['device']})", kind, *numbers, process)
+    wide = Console(width=max(100, Console().width))
+    wide.print(table)
+    wide.print(
+        "process: all of the worker, what it shares divided between those that share it (torch "
+        "itself among that)"
     )
 
 

@@ -30,6 +30,7 @@ class Console:
         self._task: Any = None
         self._began, self._samples, self._last = 0.0, 0, 0.0
         self._muted = False
+        self._broken: list[TextIO] = []  # streams that could not be written
 
     def feed(self, worker: int, stream: int, data: bytes) -> None:
         """Bytes that a worker has written to its stdout (1) or stderr (2)."""
@@ -67,15 +68,22 @@ class Console:
     def say(self, line: str, to: TextIO | None = None) -> None:
         """One line of the run's own."""
         to = to or sys.stdout
-        if self._bar is not None and to.isatty():
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, file=to, flush=True)
+        if to is None or to in self._broken:
+            return
+        try:
+            if self._bar is not None and to.isatty():
+                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(line, file=to, flush=True)
+        except (OSError, ValueError):
+            # Nobody reads it, or its disk is full, or it is closed: no reason to stop training.
+            self._broken.append(to)
 
     def refresh(self) -> None:
         """Redraw the progress bar, if this is a terminal and there is something to count."""
         now = time.monotonic()
-        if now - self._last < _REFRESH_S or not sys.stdout.isatty():
+        out = sys.stdout
+        if now - self._last < _REFRESH_S or out is None or out in self._broken or not out.isatty():
             return
         self._last, board = now, self._board
         steps = board.get(self.oldest, Word.EPOCH_STEPS)

@@ -117,9 +117,17 @@ class Batch(Cut):
         return Batch(**{f.name: getattr(cut, f.name) for f in fields(cut)}, loader=loader)
 
 
+def check_collate(collate: Any) -> None:
+    if collate is not None and not callable(collate):
+        raise UsageError(
+            f"collate={collate!r}: must be a function from a list of samples to a batch, or None"
+        )
+
+
 def length_of(dataset: Any) -> int:
     """The number of samples, or an error that says what kind of dataset is needed."""
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not is_map or isinstance(dataset, (dict, str, torch.Tensor)):
         raise UsageError(
             f"dataset: needs __len__ and __getitem__ (a map-style dataset), got "
             f"{type(dataset).__name__}; put tensors into ss.data.Tensors(x, y)"

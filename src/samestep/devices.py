@@ -99,6 +99,10 @@ def parse(
             return found[:lanes], (notice,)
     else:
         terms = devices.split(",") if isinstance(devices, str) else list(devices)
+        if not terms:
+            raise DeviceError(
+                f"devices={devices!r}: at least 1 device is needed; expected {_FORMS}"
+            )
         found = _terms([str(term).strip() for term in terms], machine, devices)
     return found, _notices(found, machine, lanes)
 

@@ -30,6 +30,18 @@ class UsageError(SamestepError, ValueError):
     """An argument that cannot be right."""
 
 
+def check_flags(**flags: object) -> None:
+    """Each must be True or False: a string, say, would silently count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r}: must be True or False")
+
+
+def is_positive(number: object) -> bool:
+    """Whether it is a number above 0, and not a truth value."""
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and number > 0
+
+
 class DeviceError(UsageError):
     """`devices=` names what is not here, or cannot be read."""
 

@@ -86,6 +86,12 @@ class ForkServer:
 
     def died(self) -> SamestepError:
         status = self._process.wait()
+        if status < 0:
+            return SamestepError(
+                "the fork server, which starts and watches the workers, was ended by "
+                f"{signal.Signals(-status).name}; start the run again (with a run folder, "
+                "resume=True goes on from its newest checkpoint)"
+            )
         return SamestepError(
             f"the fork server ended with status {status} (what it printed stands above): can "
             f"{sys.executable} import torch?"

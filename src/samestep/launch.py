@@ -16,7 +16,13 @@ from typing import Any
 
 from samestep import checkpoint, forkserver, torchrun
 from samestep.devices import inventory, parse
-from samestep.errors import NonFiniteLoss, UsageError
+from samestep.errors import (
+    CheckpointDiffers,
+    NonFiniteLoss,
+    UsageError,
+    check_flags,
+    is_positive,
+)
 from samestep.failure import Failure
 from samestep.launcher import Launcher, Stopped
 from samestep.payload import digest_of_code, pack
@@ -97,18 +103,27 @@ def launch(
 
     Under `torchrun` this process joins the others that were started with it.
     """
-    over, kwargs = _overrides, dict(kwargs or {})
+    over = _overrides
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(
+            f"kwargs={kwargs!r}: must be a dict of main's keyword arguments, or None for none"
+        )
+    kwargs = dict(kwargs or {})
     devices = devices if over.devices is None else over.devices
     lanes = lanes if over.lanes is None else over.lanes
     seed = seed if over.seed is None else over.seed
     _check(main, args, kwargs, lanes=lanes, seed=seed, threads=threads, keep=keep)
     _check_counts(max_losses=max_losses, check_every=check_every)
+    check_flags(exact=exact, replace=replace)
+    if plan is not None and not callable(plan):
+        raise UsageError(f"plan={plan!r}: must be a function plan(lanes, step), or None")
+    run = _run_path(run)
     saves = _saves(save_every)
     if resume not in (False, True, "edited"):
         raise UsageError(f'resume={resume!r}: must be True, False or "edited"')
     if resume and run is None:
         raise UsageError(f"resume={resume!r}: give the run's folder too, for example run='runs/x'")
-    if hang_after is not None and not hang_after > 0:
+    if hang_after is not None and not is_positive(hang_after):
         raise UsageError(f"hang_after={hang_after!r}: must be a number of seconds above 0, or None")
     if torchrun.is_joined():
         if resume:
@@ -155,7 +170,7 @@ def launch(
             raise KeyboardInterrupt
         raise SystemExit(128 + outcome.signal)
     error = outcome.rebuild() if isinstance(outcome, Failure) else outcome
-    if folder is not None:
+    if folder is not None and not isinstance(error, CheckpointDiffers):
         if isinstance(error, NonFiniteLoss):
             lane = f" --lane {error.lanes[0]}" if error.lanes else ""
             error.add_note(f"samestep replay {folder.path} --step {error.step}{lane}")
@@ -190,6 +205,12 @@ def _check_counts(least: int = 0, **numbers: Any) -> None:
             raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
+def _run_path(run: Any) -> str | os.PathLike[str] | None:
+    if run is None or (isinstance(run, (str, os.PathLike)) and os.fspath(run)):
+        return run
+    raise UsageError(f"run={run!r}: must be the path of a folder, for example 'runs/x', or None")
+
+
 _UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
@@ -221,6 +242,12 @@ def _resumed(run: Path, resume: bool | str) -> Resumed | None:
         return None
     snapshot, manifest, path = found
     warn(f"resume: going on from step {snapshot.step} ({path})")
+    if resume == "edited":
+        warn(
+            "resume='edited': weights, optimizers with their settings (such as the learning rate) "
+            "and schedules are the checkpoint's; what the edited code says of them counts for what "
+            "it sets from now on"
+        )
     snapshot.generation = snapshot.operation = 0  # of a team that is no more
     return Resumed(
         snapshot, str(path), resume == "edited", manifest["log_lines"], manifest["numerics"]
@@ -229,20 +256,22 @@ def _resumed(run: Path, resume: bool | str) -> Resumed | None:
 
 def _folder(run: str | os.PathLike[str], settings: Settings) -> RunFolder:
     resumed = settings.resumed
-    folder = RunFolder(
-        run,
-        {
-            "devices": [str(device) for device in settings.devices],
-            "lanes": settings.lanes,
-            "seed": settings.seed,
-            "exact": settings.exact,
-            "threads": settings.threads,
-            "argv": sys.argv,
-            "folder": os.getcwd(),
-            "resumed_from_step": resumed.snapshot.step if resumed else None,
-        },
-        resumed.lines if resumed else None,
-    )
+    record = {
+        "devices": [str(device) for device in settings.devices],
+        "lanes": settings.lanes,
+        "seed": settings.seed,
+        "exact": settings.exact,
+        "threads": settings.threads,
+        "argv": sys.argv,
+        "folder": os.getcwd(),
+        "resumed_from_step": resumed.snapshot.step if resumed else None,
+    }
+    try:
+        folder = RunFolder(run, record, resumed.lines if resumed else None)
+    except OSError as error:
+        raise UsageError(
+            f"run={str(run)!r}: must be a folder that can be made and written to ({error})"
+        ) from None
     if folder.kept_as is not None:
         print(f"samestep: {folder.path} held an earlier run, kept as {folder.kept_as}")
     return folder

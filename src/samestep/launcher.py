@@ -183,12 +183,14 @@ class Launcher:
                 else:
                     self._exited(message)
         elif isinstance(key.fileobj, Channel):
-            with suppress(EOFError, BrokenPipeError):
-                for message, fds in key.fileobj.ready():
-                    self._hear(key.data, message, fds)
+            try:
+                messages = key.fileobj.ready()
+            except EOFError:
+                with suppress(KeyError):
+                    self._selector.unregister(key.fileobj)  # its exit is heard from the server
                 return
-            with suppress(KeyError):
-                self._selector.unregister(key.fileobj)  # its exit will be heard from the server
+            for message, fds in messages:
+                self._hear(key.data, message, fds)
         else:
             self._copy_output(*key.data)
 
@@ -229,7 +231,7 @@ class Launcher:
         for instruction in instructions:
             match instruction:
                 case End(row):
-                    self._server.channel.send(Kill(row))
+                    self._tell_server(Kill(row))
                 case Start(row, seat):
                     self._start(row, seat)
                 case Publish(roster, first):
@@ -254,7 +256,7 @@ class Launcher:
     def _exited(self, exited: Exited) -> None:
         row = exited.number
         self._present.discard(row)
-        with suppress(EOFError, BrokenPipeError):
+        with suppress(EOFError):
             for message, fds in self._workers[row].channel.ready():
                 self._hear(row, message, fds)
         self._drain(row)
@@ -299,10 +301,7 @@ class Launcher:
             argv=list(sys.argv),
         )
         fds = (theirs.fileno(), out_w, err_w, self._board_fd, self._payload, crash)
-        try:
-            self._server.channel.send(Fork(row, order), fds)
-        except BrokenPipeError:
-            raise self._server.died() from None
+        self._tell_server(Fork(row, order), fds)
         theirs.close()
         os.close(out_w)
         os.close(err_w)
@@ -314,6 +313,12 @@ class Launcher:
         for stream, fd in enumerate(outputs, start=1):
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_READ, (row, stream, fd))
+
+    def _tell_server(self, message: Fork | Kill, fds: tuple[int, ...] = ()) -> None:
+        try:
+            self._server.channel.send(message, fds)
+        except BrokenPipeError:
+            raise self._server.died() from None
 
     def _own(self, fd: int) -> int:
         """Close it with the launch."""
@@ -335,8 +340,7 @@ class Launcher:
     def _save(self, state: State, fd: int) -> None:
         if self._saver is None:
             return
-        lines = self._folder.lines if self._folder is not None else 0
-        about = {"log_lines": lines, "numerics": self._numerics}
+        about = {"log_lines": state.logged, "numerics": self._numerics}
         self._saver.hold(fd, about, state.due)
         if self._stopped_at is not None and state.due:
             self._stopped_at = 0.0  # what was waited for is here
@@ -426,7 +430,7 @@ class Launcher:
         member, crash = self._run.members[row], self._workers[row].crash
         before, until = os.fstat(crash).st_size, time.monotonic() + _STACK_S
         for number in (STACK_SIGNAL, signal.SIGCONT):  # a stopped process writes once it goes on
-            self._server.channel.send(Kill(row, number))
+            self._tell_server(Kill(row, number))
         # A stopped process goes on once it has written; what it does until its end is harmless.
         while os.fstat(crash).st_size == before and time.monotonic() < until:
             time.sleep(0.0002)

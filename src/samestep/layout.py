@@ -59,7 +59,7 @@ class Layout:
         self.float_names = [name for name, buffer in buffers if buffer.is_floating_point()]
         integers = [(name, b) for name, b in buffers if not b.is_floating_point()]
         self.integer_names = [name for name, _ in integers]
-        self.is_small = [buffer.numel() <= _SMALL for _, buffer in integers]
+        self.is_small = [b.numel() <= _SMALL and not b.is_complex() for _, b in integers]
         self.lanes = lanes
 
         self._places: list[tuple[bool, int, int]] = []

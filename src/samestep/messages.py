@@ -86,11 +86,13 @@ class CatchUp:
 @dataclass(frozen=True, slots=True)
 class State:
     """The state of the run; its descriptor comes with it. From a member: for the workers of `rows`
-    that join, or (none) to be written to disk: at once if `due`. To a worker: what it asked for."""
+    that join, or (none) to be written to disk: at once if `due`; `logged` records belong to
+    it. To a worker: what it asked for."""
 
     rows: tuple[int, ...] = ()
     step: int = 0
     due: bool = False
+    logged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

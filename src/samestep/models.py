@@ -5,10 +5,13 @@ All take images of 1×28×28 and give ten classes.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from samestep import data, metrics
+from samestep.memory import shared_fairly
 from samestep.team import Team
 
 __all__ = ["Recipe", "lenet", "lenet_gluon", "mlp", "resnet18", "train"]
@@ -131,6 +135,34 @@ class Recipe:
 def cross_entropy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """One loss per example."""
     return F.cross_entropy(model(images), labels, reduction="none")
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def weigh(
+    team: Team, model: str, optimizer: str, store: str, batch_size: int, width: int, folder: str
+) -> None:
+    """`main` of `samestep memory`: each worker writes what it needs, and what it took."""
+    made = mlp(784, (width, width)) if model == "mlp" and width else MODELS[model]()
+    trainer = team.trainer(
+        made, OPTIMIZERS[optimizer](made.parameters(), lr=1e-3), cross_entropy, store=store
+    )
+    images, _ = data.shapes(train=4 * batch_size, test=1)
+    table: dict[str, Any] = {}
+    for batch in team.batches(images, batch_size):
+        table = table or {"device": str(team.device), **trainer.memory(batch)}
+        trainer.step(batch)
+    for batch in team.batches(images, batch_size):
+        table["measured"] = trainer.memory(batch)["measured"]
+        trainer.step(batch)
+    table["process"] = shared_fairly()
+    Path(folder, f"{team.number}.json").write_text(json.dumps(table))
 
 
 def train(team: Team, recipe: Recipe) -> dict[str, Any]:

@@ -9,6 +9,9 @@ import inspect
 import io
 import os
 import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from mmap import ACCESS_COPY, mmap
 from types import CodeType, ModuleType
 from typing import Any
@@ -30,7 +33,8 @@ def pack(value: Any) -> int:
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
-    pickler.dump(value)
+    with _by_value("<run_path>"):  # where runpy.run_path puts a script
+        pickler.dump(value)
     head = pickle.dumps((len(stream.getbuffer()), pickler.places))
     start = _aligned(8 + len(head) + len(stream.getbuffer()))
     fd = memory_file(start + pickler.size, "samestep-payload")
@@ -40,6 +44,20 @@ def pack(value: Any) -> int:
             file.seek(start + offset)
             file.write(as_bytes(tensor))
     return fd
+
+
+@contextmanager
+def _by_value(name: str) -> Iterator[None]:
+    """Ship what a module defines by value, where it is one that workers cannot import."""
+    module = sys.modules.get(name)
+    if module is None:
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def unpack(fd: int) -> Any:

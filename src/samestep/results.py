@@ -21,6 +21,9 @@ class Scratch:
         self._shape, self._device = shape, device
         self._made: list[Flat] = []
 
+    def __len__(self) -> int:
+        return len(self._made)
+
     def __call__(self, number: int) -> Flat:
         while number >= len(self._made):
             self._made.append(Flat.empty(self._shape, self._device))
@@ -44,6 +47,12 @@ class Results:
         self._averaged = layout.float_buffers(self._sums)
         self._floats = _Buffers(model, layout.float_names)
         self._integers = _Buffers(model, layout.integer_names)
+
+    def bytes(self, slots: int, workers: int) -> tuple[int, int]:
+        """What the root's gradients take here, and what lanes are folded in."""
+        result = self.layout.shape.f32 * 4 + self.layout.shape.f64 * 8
+        shared = slots * result + (result // workers if workers > 1 else 0)
+        return (0 if self._root is None else result), len(self.scratch) * result + shared
 
     # One lane
 
@@ -116,10 +125,12 @@ class Results:
                 committed, current = self._integers.committed[i], self._integers.current()[i]
                 grown.append((current.to(torch.int64) - committed.to(torch.int64)).flatten())
             elif changed[i]:
+                name, buffer = self.layout.integer_names[i], self._integers.current()[i]
+                what = "complex buffer" if buffer.is_complex() else "long integer buffer"
                 raise BufferDiffers(
-                    f"model: a lane changed the integer buffer {self.layout.integer_names[i]!r}, "
-                    "which is too long to be compared between lanes; keep it constant, or make it "
-                    "a float buffer (these are averaged)"
+                    f"model: a lane changed the {what} {name!r}, and what lanes make of such a "
+                    "buffer cannot be brought together; keep it constant, or make it a float "
+                    "buffer (these are averaged)"
                 )
         if grown:
             values = torch.cat(grown).to(torch.float64)
@@ -195,6 +206,11 @@ class Results:
         return self._views[key]
 
 
+def all_buffers(model: nn.Module) -> _Buffers:
+    """All buffers, with their present values."""
+    return _Buffers(model, [name for name, _ in model.named_buffers()])
+
+
 class Gradients:
     """The root's gradients, to be given to the parameters, or part by part."""
 
@@ -215,7 +231,7 @@ class Gradients:
             if self.is_present(parameter)
         ]
         # As torch.nn.utils.clip_grad_norm_ has it, to the last bit.
-        whole = torch.linalg.vector_norm(torch.stack(norms))
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         self._coefficient = torch.clamp(norm / (whole + 1e-6), max=1.0)
         return whole
 
@@ -273,8 +289,9 @@ class _Buffers:
                 self._tensors[i] = self.current()[i]
                 self.committed[i] = self._tensors[i].detach().clone()
 
-    def restore(self, changed: list[bool]) -> None:
-        for i, here in enumerate(changed):
+    def restore(self, changed: list[bool] | None = None) -> None:
+        """Put the committed values back."""
+        for i, here in enumerate(self.changed() if changed is None else changed):
             if here:
                 self._set(i)
 

@@ -26,9 +26,7 @@ class RunFolder:
         self.path = Path(path)
         self.kept_as = _make_room(self.path) if lines is None else None
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lines = lines or 0
-        if lines is not None:
-            self._cut_log(lines)
+        self._lines = lines  # to be kept, once it is sure that this run goes on from them
         self._began = time.time()
         self._record: dict[str, Any] = {
             "samestep": samestep.__version__,
@@ -38,13 +36,21 @@ class RunFolder:
             **settings,
             "state": "running",
         }
-        self._write()
-        (self.path / "log.jsonl").touch()
+        if lines is None:
+            self._write()
+            (self.path / "log.jsonl").touch()
+
+    def go_on(self) -> None:
+        """A resumed run was not refused: from now on the folder is this one's."""
+        if self._lines is not None:
+            self._cut_log(self._lines)
+            self._lines = None
+            self._write()
 
     def log(self, values: dict[str, Any]) -> None:
+        self.go_on()
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
-        self.lines += 1
 
     def note(self, text: str) -> None:
         """One line of events.log. A full disk is no reason to stop."""
@@ -62,6 +68,8 @@ class RunFolder:
 
     def finish(self, state: str, **result: Any) -> None:
         """Note how the run has ended. A full disk is no reason to lose a result."""
+        with suppress(OSError):
+            self.go_on()
         seconds = round(time.time() - self._began, 3)
         self._record |= {"state": state, "seconds": seconds, **result}
         try:

@@ -24,7 +24,8 @@ __all__ = ["Snapshot", "capture", "random_state", "restore", "schedulers", "set_
 class Snapshot:
     """`loop` is the number of the `team.batches` loop that goes on, `batch` its next batch; `open`
     are other loops that are under way, with the number of batches they have given; `ends` is the
-    step at which each loop before it ended. `facts` must be the same where it is put back."""
+    step at which each loop before it ended. `facts` must be the same where it is put back. `logged`
+    is the number of records that the log has by then."""
 
     loop: int
     batch: int
@@ -42,6 +43,7 @@ class Snapshot:
     operation: int = 0
     generation: int = 0
     planning: dict[str, Any] = field(default_factory=dict)
+    logged: int = 0
 
 
 def capture(model: nn.Module, optimizer: dict[str, Any]) -> dict[str, Any]:

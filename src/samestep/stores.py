@@ -33,7 +33,17 @@ from samestep.errors import OptimizerError, UsageError
 from samestep.lanes import share
 from samestep.results import Gradients
 
-__all__ = ["CHUNK", "STORES", "Replicated", "Sharded", "Store", "check", "owners"]
+__all__ = [
+    "CHUNK",
+    "STORES",
+    "Replicated",
+    "Sharded",
+    "Store",
+    "check",
+    "chunks_of",
+    "owners",
+    "schema",
+]
 
 CHUNK = 1 << 16  # elements
 STORES = ("replicated", "sharded", "host")
@@ -54,6 +64,8 @@ class Store(Protocol):
     def step(self, gradients: Gradients) -> None: ...
     def state_dict(self, is_shared: bool = False) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def bytes(self) -> int:
+        """What this worker holds of the state, and needs to change it."""
 
 
 class Replicated:
@@ -71,6 +83,11 @@ class Replicated:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
+
+    def bytes(self) -> int:
+        state = self._optimizer.state.values()
+        tensors = [v for entries in state for v in entries.values() if torch.is_tensor(v)]
+        return sum(v.numel() * v.element_size() for v in tensors if v.numel() > 1)
 
 
 def check(
@@ -166,7 +183,7 @@ class Sharded:
         ]
         self._chunks = chunks_of([p.numel() for p in self._parameters])
         self._schemas = [
-            _schema(optimizer, optimizer.param_groups[group], parameter)
+            schema(optimizer, optimizer.param_groups[group], parameter)
             for group, parameter in zip(self._groups, self._parameters, strict=True)
         ]
         # What the optimizer has already (after a resume, or made when it was made): a chunk takes
@@ -360,6 +377,13 @@ class Sharded:
         self._before = self._optimizer.state_dict()["state"]
         self._optimizer.state.clear()
 
+    def bytes(self) -> int:
+        mine = owners(self._chunks, len(self._barrier.roster))[self._barrier.place]
+        chunks = [self._chunks[number] for number in mine]
+        held = [self._weights[c.parameter][c.start : c.stop] for c in chunks]
+        held += [view for c in chunks for _, view in self._views(c)]
+        return self._undo[self._seat].numel() + sum(v.numel() * v.element_size() for v in held)
+
 
 def _stamp(update: int, seat: int, is_first: bool, is_done: bool) -> int:
     return (update * _HALF + seat) * 4 + 2 * is_first + is_done
@@ -387,7 +411,7 @@ def _clone(
     return clone
 
 
-def _schema(
+def schema(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> tuple[_Entry, ...]:
     """What it keeps for such a parameter, found by letting it update another one."""

@@ -394,6 +394,14 @@ def _no_room(run: Run, row: int, event: NoRoom) -> Decided:
     return run, (*published, said)
 
 
+_WHY = (
+    "a device or its memory is broken (leave one out and resume), or `main` does not do the same "
+    "on every worker: it changes weights on some only, or counts something by itself in a loop of "
+    "batches, which a replacement does not see (count with team.position.step, or give what counts "
+    "to team.keep)"
+)
+
+
 def _differs(run: Run, event: Differs) -> Decided:
     """Weights that should be alike are not."""
     rows = "; ".join(f"{run.members[row].name}: {digest:016x}" for row, digest in event.digests)
@@ -402,8 +410,7 @@ def _differs(run: Run, event: Differs) -> Decided:
             run,
             DeviceDiffers(
                 f"step {event.step}: the workers' weights differ ({rows}), and there is no "
-                "majority to say whose are right: a device or its memory is broken, or `main` "
-                "changes weights on some workers only; leave one device out and resume"
+                f"majority to say whose are right: {_WHY}"
             ),
         )
     instructions: list[Instruction] = []
@@ -446,10 +453,7 @@ def odd_one_out(fingerprints: list[tuple[str, ...]], names: list[str]) -> Device
         f"{name}: {', '.join(f[:16] for f in mine) or 'no trainer'}"
         for name, mine in zip(names, fingerprints, strict=True)
     )
-    return DeviceDiffers(
-        f"the workers ended with different weights ({rows}): a device computes wrongly, or `main` "
-        "changes weights on some workers only"
-    )
+    return DeviceDiffers(f"the workers ended with different weights ({rows}): {_WHY}")
 
 
 def _stop(run: Run, outcome: Outcome) -> Decided:

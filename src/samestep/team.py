@@ -15,9 +15,9 @@ from samestep import seeds, state
 from samestep.barrier import Barrier
 from samestep.board import Board, Head, Phase, Word, kind_of, name_kind
 from samestep.checkpoint import encode
-from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, length_of
+from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, check_collate, length_of
 from samestep.devices import Device
-from samestep.errors import CheckpointDiffers, TeamError, UsageError
+from samestep.errors import CheckpointDiffers, TeamError, UsageError, check_flags
 from samestep.exchange import Exchange, Shape
 from samestep.plan import Measured, Planning, Runs, decide, partition
 from samestep.state import Snapshot
@@ -127,7 +127,7 @@ class Team:
         self._settings, self._board, self._link, self._seat = settings, board, link, seat
         self._device = settings.devices[seat]
         self._barrier = Barrier(board, board.roster())
-        self._epoch = self._step = self._loops = self._replayed = 0
+        self._epoch = self._step = self._loops = self._replayed = self._logged = 0
         self._counting = False
         self._kept: dict[str, Any] = {}
         self._trainers: list[Trainer] = []
@@ -244,6 +244,8 @@ class Team:
         """
         _check_count("batch_size", batch_size, least=1)
         _check_count("loaders", loaders, least=0)
+        check_flags(shuffle=shuffle, drop_last=drop_last)
+        check_collate(collate)
         made = Epoch(
             length_of(dataset),
             batch_size,
@@ -356,6 +358,7 @@ class Team:
         """Print one line of results, once, and add it to the run's log."""
         if self._behind:
             return
+        self._logged += 1
         text = "  ".join(f"{name} {_plain(value)}" for name, value in values.items())
         self._link.record(
             {"step": self._step, **{k: _value(v) for k, v in values.items()}}, text, self._step
@@ -417,6 +420,7 @@ class Team:
         for name, kept in self._kept.items():
             kept.load_state_dict(target.kept[name])
         self._step, self._ends, self._records = target.step, target.ends, target.records
+        self._logged = target.logged
         self._given = {loop: given for loop, given in target.open.items() if loop not in self._open}
         self._saved_step = self._step
         self._board.put(Word.STEP, target.step)
@@ -523,6 +527,7 @@ class Team:
             operation=self._barrier.operation,
             generation=self._barrier.roster.generation,
             planning=self._planning.state(),
+            logged=self._logged,
         )
 
     # What follows is for the trainer.
@@ -570,7 +575,8 @@ class Team:
             if self._replayed >= len(records) or records[self._replayed][0] != what:
                 raise TeamError(
                     f"`main` has called {what} where the run it is to catch up with did not: "
-                    "`main` must do the same each time"
+                    "`main` must do the same each time (it ends too early if it has fewer epochs "
+                    "than the run has trained)"
                 )
             self._replayed += 1
             value: T = records[self._replayed - 1][1]

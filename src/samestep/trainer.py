@@ -29,15 +29,33 @@ from torch.nn.parameter import is_lazy
 
 from samestep import seeds
 from samestep.board import Board, Phase, Word, kind_of
-from samestep.data import Batch, Collate, Cut, Loader, Unit, length_of, to_device
-from samestep.errors import LossError, NonFiniteLoss, OptimizerError, TeamError, UsageError
+from samestep.data import (
+    Batch,
+    Collate,
+    Cut,
+    Loader,
+    Unit,
+    check_collate,
+    length_of,
+    to_device,
+)
+from samestep.errors import (
+    LossError,
+    NonFiniteLoss,
+    OptimizerError,
+    TeamError,
+    UsageError,
+    check_flags,
+    is_positive,
+)
 from samestep.exchange import Exchange, Flat, Shape, Work
 from samestep.lanes import cut, fused, reduction, share
 from samestep.layout import Layout, Sums, digest, fingerprint
+from samestep.memory import count_buffers, count_saved, peak, predict
 from samestep.metrics import Metric, Seen
 from samestep.payload import digest_of_code
 from samestep.plan import Measured, Runs
-from samestep.results import Gradients, Results, Scratch
+from samestep.results import Gradients, Results, Scratch, all_buffers
 from samestep.state import capture, restore
 from samestep.stores import STORES, Replicated, Sharded, Store, check
 from samestep.tree import Tree
@@ -134,7 +152,8 @@ class Trainer:
         if store not in STORES:
             raise UsageError(f"store={store!r}: must be one of {', '.join(STORES)}")
         check(store, team.device, model, optimizer)
-        if clip_norm is not None and not clip_norm > 0:
+        check_flags(compile=compile)
+        if clip_norm is not None and not is_positive(clip_norm):
             raise UsageError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
         self.model, self.optimizer = model.to(team.device), optimizer
         self._team, self._board, self._number = team, team.board, number
@@ -176,6 +195,7 @@ class Trainer:
         self._runs = self._team.runs(batch)
         built.begin()
         self._batch, self._has_room = batch, True
+        versions = [parameter._version for parameter in built.layout.all]
         try:
             self._run_lanes(self._runs[self._team.place])
         except Exception as error:
@@ -185,6 +205,8 @@ class Trainer:
             traceback.clear_frames(error.__traceback__)
         if not self._has_room:
             self._give_back(size)
+        elif versions != [parameter._version for parameter in built.layout.all]:
+            raise LossError(_changed_weights(self.model, versions))
         if self._team.inspector is not None:
             self._team.inspector.after_backward(self._team.step)
 
@@ -323,8 +345,8 @@ class Trainer:
             raise error
         if not (math.isfinite(sums.weight) and sums.weight > 0):
             raise LossError(
-                f"step {step}: the weights of the global batch add up to {sums.weight}; the sum "
-                "that the loss function returns as (sum, weight) must be above 0"
+                f"step {step}: the weights of the global batch add up to {sums.weight}; the weight "
+                "that the loss function returns in (sum, weight) must be above 0 in some lane"
             )
 
     def _clip(self, gradients: Gradients, clip_norm: float) -> None:
@@ -369,8 +391,10 @@ class Trainer:
                 "evaluate: needs metrics, for example ss.metrics.accuracy; got "
                 + (", ".join(type(m).__name__ for m in metrics) or "none")
             )
-        if not isinstance(chunk, int) or chunk < 1:
-            raise UsageError(f"chunk={chunk!r}: must be a whole number of at least 1")
+        for name, value, least in (("chunk", chunk, 1), ("loaders", loaders, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
+        check_collate(collate)
         totals = self._team.recorded(
             "evaluate", lambda: self._totals(dataset, metrics, chunk, collate, loaders)
         )
@@ -388,6 +412,7 @@ class Trainer:
         """The sum over all chunks, for each metric: through the same tree and exchange as
         gradients."""
         team, samples = self._team, length_of(dataset)
+        buffers = all_buffers(self.model)
         chunks = cut(samples, math.ceil(samples / chunk))
         runs = share(len(chunks), team.speeds)
         mine = runs[team.place]
@@ -413,6 +438,7 @@ class Trainer:
             # A worker without a chunk looks at the first one, to learn how long the counts are.
             known = mine.start if mine else 0
             first = self._count(metrics, loader, unit(known))
+            buffers.restore()
             shapes = [count.shape for count in first]
             shape = Shape(0, sum(count.numel() for count in first))
             exchange = self._evaluation(len(chunks), shape)
@@ -421,7 +447,10 @@ class Trainer:
             def count_chunks(run: range) -> None:
                 tree = Tree(run, len(chunks), exchange.slot, scratch)
                 for number in run:
-                    parts = first if number == known else self._count(metrics, loader, unit(number))
+                    parts = first
+                    if number != known:
+                        parts = self._count(metrics, loader, unit(number))
+                        buffers.restore()
                     flat, add = tree.leaf(number)
                     values = torch.cat([part.flatten() for part in parts])
                     flat.f64.add_(values) if add else flat.f64.copy_(values)
@@ -452,6 +481,53 @@ class Trainer:
                 shape, chunks, kind_of(self._number, True), f"{chunks} {shape.f64}", ""
             )
         return self._exchanges[chunks, shape]
+
+    # Memory
+
+    def memory(self, batch: Batch) -> dict[str, dict[str, int]]:
+        """The bytes that this worker needs for its part of `batch`, by what they are for: as
+        "predicted", and as "measured" now (after a few steps of training, that is).
+
+        It runs one lane to see what it takes, and leaves everything as it was.
+        """
+        built, team = self._build(batch), self._team
+        runs = team.runs(batch)
+        run = runs[team.place] or range(1)
+        unit = team.units(batch, run)[0]
+        fields = to_device(batch.loader.load(unit), team.device)
+        buffers = all_buffers(self.model)
+
+        def lane() -> torch.Tensor:
+            with self._autocast():
+                return _weighed(self._loss(self.model, *fields), len(unit.indices))[0]
+
+        with seeds.undisturbed():
+            seeds.reseed("lane", team.seed, team.step, unit.lane)
+            saved = count_saved(lane, self.model)
+            for parameter in built.layout.all:
+                parameter.grad = None
+            with peak(team.device) as grown:
+                lane().backward()  # type: ignore[no-untyped-call]
+        buffers.restore()
+        lane_gradients = sum(p.grad.nbytes for p in built.layout.all if p.grad is not None)
+        for parameter in built.layout.all:
+            parameter.grad = None
+        _, slots = count_buffers(run, len(batch.lanes))
+        root, tree = built.bytes(slots, team.size)
+        predicted = predict(
+            self.model, self.optimizer, built.layout, self._store_kind, runs, team.place,
+            len(batch.lanes), saved,
+        )  # fmt: skip
+        return {
+            "predicted": predicted,
+            "measured": {
+                "weights": predicted["weights"],
+                "gradients": lane_gradients + root,
+                "tree": tree,
+                "optimizer": self._store.bytes(),
+                "lane": max(0, grown[0] - lane_gradients),
+            },
+        }
 
     # State
 
@@ -588,6 +664,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _changed_weights(model: nn.Module, versions: list[int]) -> str:
+    named = zip(model.named_parameters(), versions, strict=True)
+    name = next(name for (name, parameter), before in named if parameter._version != before)
+    return (
+        f"loss: running it changed the parameter {name!r} in place, so a lane's result would "
+        "depend on the lanes before it; change weights between steps, or keep what changes in a "
+        "buffer (an embedding's max_norm does this; normalise in the forward pass instead)"
+    )
+
+
 def _is_out_of_memory(error: Exception) -> bool:
     """torch has a class for it on GPUs; on the CPU it is a RuntimeError that says so."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
@@ -615,8 +701,18 @@ def _weighed(result: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
                 f"loss: returned (sum, weight) with a sum of shape {tuple(total.shape)}; it must "
                 "be one number, the sum of the weighted losses"
             )
+        if not isinstance(weight, (torch.Tensor, int, float)):
+            raise LossError(
+                f"loss: returned (sum, weight) with {weight!r} as the weight; it must be a number, "
+                "or a tensor of weights, which is added up"
+            )
         weight = torch.as_tensor(weight).detach().to(total.device, torch.float64)
         return total.reshape(()), weight.sum()
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], torch.Tensor):
+        raise LossError(
+            f"loss: returned a tuple whose first part is {type(result[0]).__name__}; it must be "
+            "(sum, weight), in this order, and the sum a tensor"
+        )
     if not isinstance(result, torch.Tensor):
         raise LossError(
             f"loss: returned {type(result).__name__}; it must return a tensor with one loss per "
@@ -624,8 +720,8 @@ def _weighed(result: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         )
     if result.dim() == 0:
         raise LossError(
-            f"loss: returned one number for {samples} examples, so its weight is not known; return "
-            'one loss per example (reduction="none"), or (sum, weight)'
+            f"loss: returned one number for a lane of {samples} examples, so its weight is not "
+            'known; return one loss per example (reduction="none"), or (sum, weight)'
         )
     losses = result if result.dtype == torch.float64 else result.float()
     weight = torch.tensor(losses.numel(), dtype=torch.float64, device=losses.device)

@@ -120,6 +120,14 @@ def run_main(
         return main(team, *args, **kwargs)
     except StopAt:
         return None
+    except Exception as error:
+        if team.catching_up:
+            error.add_note(
+                "this worker was catching up with the run: loops of batches that are over were "
+                "empty for it. Use `for batch in team.batches(...)`, not next(), and count with "
+                "team.position.step"
+            )
+        raise
 
 
 def place(board: Board, row: int) -> str:
@@ -224,7 +232,7 @@ class _Line:
         self._send_state(State(rows, snapshot.step), snapshot)
 
     def save(self, snapshot: Snapshot, due: bool) -> None:
-        self._send_state(State((), snapshot.step, due), snapshot)
+        self._send_state(State((), snapshot.step, due, snapshot.logged), snapshot)
 
     def _send_state(self, message: State, snapshot: Snapshot) -> None:
         fd = pack(snapshot)
