@@ -32,6 +32,7 @@ class Head(IntEnum):
     GENERATION = 0
     STOP = 1  # the run is to end at the next boundary, with its state saved
     FIRST = 2  # the seat whose worker is `team.is_first`
+    SAVED = 3  # the step of the newest checkpoint whose writing is over
 
 
 class Word(IntEnum):

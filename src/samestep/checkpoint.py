@@ -148,8 +148,8 @@ def write(folder: Path, snapshot: Snapshot, about: dict[str, Any], keep: int) ->
         }
         manifest = {
             "format": _FORMAT,
-            "step": snapshot.step,
             **about,
+            "step": snapshot.step,
             "files": {name: _sha256(content) for name, content in contents.items()},
         }
         for name, content in contents.items():
@@ -265,7 +265,8 @@ def newest(
 
 class Saver:
     """Writes snapshots in a thread of the launcher, one after the other; of those that wait, only
-    the newest. `load` reads a snapshot that came from a worker."""
+    the newest. `load` reads a snapshot that came from a worker; `over` is told the step when its
+    writing has ended, well or not."""
 
     def __init__(
         self,
@@ -273,8 +274,10 @@ class Saver:
         keep: int,
         load: Callable[[int], Snapshot],
         warn: Callable[[str], None],
+        over: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._folder, self._keep, self._load, self._warn = folder, keep, load, warn
+        self._over = over
         self._change = threading.Condition()
         self._held: tuple[int, dict[str, Any]] | None = None
         self._wanted = self._busy = self._closing = False
@@ -310,7 +313,8 @@ class Saver:
     def _run(self) -> None:
         for fd, about in self._due():
             try:
-                self.saved = write(self._folder, self._load(fd), about, self._keep)
+                snapshot = self._load(fd)
+                self.saved = write(self._folder, snapshot, about, self._keep)
             except Exception as error:
                 self._warn(
                     f"the checkpoint could not be written ({error}); training goes on, and the "
@@ -318,6 +322,7 @@ class Saver:
                 )
             finally:
                 os.close(fd)
+                self._over(about["step"])
 
     def _due(self) -> Iterator[tuple[int, dict[str, Any]]]:
         while True:

@@ -91,8 +91,9 @@ def launch(
     - `run`: a folder for the run's settings, log, result and checkpoints.
     - `resume=True` goes on from the newest intact checkpoint in `run`, on any devices, with the
       same bits; `resume="edited"` does so though the code of `main` has changed.
-    - `save_every`: a checkpoint after so many steps, or after a time ("10 min"); `keep` of them
-      stay. Also at Ctrl-C and SIGTERM.
+    - `save_every`: a checkpoint after so many steps (no more are ever repeated: a step waits for
+      the checkpoint before it), or after a time ("10 min"; written beside the training); `keep` of
+      them stay. Also at Ctrl-C and SIGTERM.
     - `threads`: of every CPU worker alike; it belongs to the arithmetic, like the dtype.
     - `plan(lanes, step)`: the number of lanes of each worker, instead of samestep's own plan.
     - A worker that is lost is replaced, unless `replace=False`; more than `max_losses` without a

@@ -122,7 +122,13 @@ class Launcher:
         self._stopped_at: float | None = None
         self._saver: Saver | None = None
         if folder is not None and settings.saves is not None:
-            self._saver = Saver(folder.path / "checkpoints", keep, unpack, self.say)
+            self._saver = Saver(
+                folder.path / "checkpoints",
+                keep,
+                unpack,
+                self.say,
+                lambda step: self._board.put_head(Head.SAVED, step),
+            )
             self._stack.callback(self._saver.close)
 
     def __enter__(self) -> Launcher:
@@ -340,7 +346,7 @@ class Launcher:
     def _save(self, state: State, fd: int) -> None:
         if self._saver is None:
             return
-        about = {"log_lines": state.logged, "numerics": self._numerics}
+        about = {"step": state.step, "log_lines": state.logged, "numerics": self._numerics}
         self._saver.hold(fd, about, state.due)
         if self._stopped_at is not None and state.due:
             self._stopped_at = 0.0  # what was waited for is here

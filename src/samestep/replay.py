@@ -156,7 +156,7 @@ def replay(
             warn(f"from step {snapshot.step} ({path}) to step {step}")
         else:
             warn(f"there is no checkpoint before step {step}: from the beginning")
-        _run_here(main, args, kwargs, replace(settings, resumed=resumed), inspector)
+        _run_here(main, args, kwargs, replace(settings, resumed=resumed, saves=None), inspector)
         ended.append(True)
         raise _Over
 

@@ -15,6 +15,7 @@ from samestep import seeds, state
 from samestep.barrier import Barrier
 from samestep.board import Board, Head, Phase, Word, kind_of, name_kind
 from samestep.checkpoint import encode
+from samestep.clock import Kind
 from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, check_collate, length_of
 from samestep.devices import Device
 from samestep.errors import CheckpointDiffers, TeamError, UsageError, check_flags
@@ -28,6 +29,8 @@ Plan = Callable[[int, int], Sequence[int]]
 """`plan(lanes, step)` gives the number of lanes of each worker."""
 
 T = TypeVar("T")
+
+_SAVED_POLL_S = 0.001
 
 _SNAPSHOT_S = (
     10.0  # at the end of a loop, the state is kept in memory if it was last kept before that
@@ -139,6 +142,7 @@ class Team:
         self._behind = joins or settings.resumed is not None
         self._target: Snapshot | None = None
         self._saved_step, self._saved_at = 0, time.monotonic()
+        self._awaits = 0  # the step of a checkpoint that must be written before the next commit
         self._planning = Planning()
         self._runs: Runs = ()
         self.inspector: Inspects | None = None
@@ -507,6 +511,7 @@ class Team:
         if due or (is_end and seconds > _SNAPSHOT_S and steps):
             self._link.save(self._snapshot(loop, batch), due)
             self._saved_step, self._saved_at = self._step, time.monotonic()
+            self._awaits = self._step if saves.steps and due else 0
         if stop:
             self._link.wait_end()
 
@@ -645,6 +650,18 @@ class Team:
             len(self._settings.devices),
             lambda size, about: self._link.memory(f"store of {name_kind(kind)}", size, about),
         )
+
+    def wait_saved(self) -> None:
+        """Where checkpoints are asked for by steps, no more than these are ever to be repeated: so
+        a step is committed only when the checkpoint that was due before it is there."""
+        if not self._awaits or self._board.head(Head.SAVED) >= self._awaits:
+            return
+        before = self._board.clock.turn(Kind.WAITING)
+        self._board.put(Word.FRESH, 1)  # a slow disk is no hanging worker
+        while self._board.head(Head.SAVED) < self._awaits:
+            time.sleep(_SAVED_POLL_S)
+        self._awaits = 0
+        self._board.clock.turn(before)
 
     def commit(self, samples: int, loss: float) -> None:
         """A step has been applied: move on, with random numbers keyed by the new position."""
