@@ -190,9 +190,6 @@ class _Server:
             for end in self._wakeup:
                 os.close(end)
             self._run(message.order, fds)
-        # Here and in the worker: whoever comes first, the group exists before it is needed.
-        with suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)
         self._workers[pid] = message.number
         self._channel.send(Forked(message.number, pid))
         for fd in fds:
@@ -205,11 +202,17 @@ class _Server:
                 return
             number = self._workers.pop(pid, None)
             if number is not None:
-                _kill(pid)  # what it has started, such as background loaders
+                _kill_group(pid)  # what it has started, such as background loaders
                 self._channel.send(Exited(number, status))
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker and all that it has started: they are one process group."""
+    """Kill a worker that is there, and all that it has started."""
+    _kill_group(pid)
+    with suppress(ProcessLookupError):  # it may not have come to leading its group yet
+        os.kill(pid, signal.SIGKILL)
+
+
+def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
