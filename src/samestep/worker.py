@@ -75,9 +75,9 @@ def run(order: Order, fds: tuple[int, ...]) -> NoReturn:
 def _become(order: Order, stdout: int, stderr: int, crash: int) -> None:
     """Turn the fork into a process of its own."""
     parent = os.getppid()
-    # A session each. It makes a process group, by which all that a worker starts is ended; and Linux
-    # shares a core out by session (autogroup), so a worker beside another program gets half of it.
-    # Measured: of two workers in one session, the one on a busy core gets a third of that core.
+    # A session each. It makes a process group, by which all that a worker starts is ended; and
+    # Linux shares a core out by session (autogroup), so a worker beside another program gets half
+    # of it. Measured: of two workers in one session, the one on a busy core gets a third of that.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     die_with_parent(parent)
