@@ -17,9 +17,10 @@ ORDER = [
     "errors", "devices", "lanes", "plan", "seeds", "clock", "board", "barrier", "processes",
     "payload", "failure", "tensors", "datasets", "loaders", "data", "metrics", "exchange",
     "exchange.shared_memory", "exchange.collectives", "layout", "results", "tree", "state",
-    "stores", "memory", "checkpoint", "trainer", "team",
-    "models", "scratch", "messages", "lazy_dynamo", "worker", "forkserver", "supervise",
-    "watch", "console", "runs", "launcher", "torchrun", "launch", "replay", "prove", "cli",
+    "stores", "memory", "checkpoint", "contract", "loss", "checks", "evaluation", "trainer",
+    "settings", "course", "team", "models", "scratch", "messages", "lazy_dynamo", "worker",
+    "forkserver", "supervise", "watch", "console", "runs", "launcher", "torchrun", "launch",
+    "replay", "prove", "cli",
 ]  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from samestep.errors import (
     WorkerDied,
 )
 from samestep.launch import launch
-from samestep.team import Position, Team
+from samestep.settings import Position
+from samestep.team import Team
 from samestep.trainer import Trainer
 
 __all__ = [

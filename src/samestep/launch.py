@@ -27,8 +27,8 @@ from samestep.failure import Failure
 from samestep.launcher import Launcher, Stopped
 from samestep.payload import digest_of_code, pack
 from samestep.runs import RunFolder
+from samestep.settings import Plan, Resumed, Saves, Settings
 from samestep.supervise import Policy, Returned
-from samestep.team import Plan, Resumed, Saves, Settings
 
 __all__ = ["launch", "overridden"]
 

@@ -27,6 +27,7 @@ from samestep.messages import Leave, Note, Order, Ready, Record, Shared, State, 
 from samestep.payload import unpack
 from samestep.processes import Channel, channels, memory_file, out_of_memory_kills
 from samestep.runs import RunFolder
+from samestep.settings import Settings
 from samestep.supervise import (
     Ask,
     Dismiss,
@@ -47,7 +48,6 @@ from samestep.supervise import (
     begin,
     decide,
 )
-from samestep.team import Settings
 from samestep.watch import Seen, Watch, look
 from samestep.worker import STACK_SIGNAL, place
 

@@ -15,8 +15,8 @@ from samestep import forkserver, models, seeds
 from samestep.devices import Machine
 from samestep.errors import UsageError
 from samestep.launch import Overrides, launch, overridden
+from samestep.settings import Plan
 from samestep.supervise import Returned
-from samestep.team import Plan
 
 Job = Callable[[], Any]
 

@@ -30,8 +30,9 @@ from samestep.exchange.shared_memory import SharedMemory
 from samestep.launch import Overrides, overridden
 from samestep.payload import as_bytes
 from samestep.processes import memory_file
+from samestep.settings import Resumed, Settings, StopAt
 from samestep.state import Snapshot, watch_schedulers
-from samestep.team import Resumed, Settings, StopAt, Team
+from samestep.team import Team
 from samestep.worker import run_main
 
 __all__ = ["LaneReport", "replay"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,17 +14,17 @@ from samestep.barrier import Barrier
 from samestep.board import Board, Head, Phase, Word, kind_of, name_kind
 from samestep.checkpoint import encode
 from samestep.clock import Kind
+from samestep.contract import Inspects
+from samestep.course import Course
 from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, check_collate, length_of
-from samestep.devices import Device
-from samestep.errors import CheckpointDiffers, TeamError, UsageError, check_flags
+from samestep.errors import UsageError, check_flags
 from samestep.exchange import Exchange, Shape
+from samestep.loss import Loss
 from samestep.plan import Measured, Planning, Runs, decide, partition
+from samestep.settings import Link, Position, Settings, StopAt
 from samestep.state import Snapshot
 from samestep.stores import Sharded
-from samestep.trainer import Inspects, Loss, Trainer
-
-Plan = Callable[[int, int], Sequence[int]]
-"""`plan(lanes, step)` gives the number of lanes of each worker."""
+from samestep.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -35,90 +33,6 @@ _SAVED_POLL_S = 0.001
 _SNAPSHOT_S = (
     10.0  # at the end of a loop, the state is kept in memory if it was last kept before that
 )
-
-
-class Position(NamedTuple):
-    """Where a run is: the epoch, and the number of steps committed since its start."""
-
-    epoch: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run was launched with; the same on every worker."""
-
-    devices: tuple[Device, ...]
-    lanes: int
-    seed: int
-    exact: bool
-    threads: int
-    plan: Plan | None = None
-    stop_at: int | None = None
-    cores: tuple[int, ...] = ()
-    check_every: int = 0
-    saves: Saves | None = None
-    resumed: Resumed | None = None
-    code: str = ""
-
-
-@dataclass(frozen=True)
-class Saves:
-    """When a run's state is saved: every so many steps, or seconds."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a resumed run goes on from."""
-
-    snapshot: Snapshot
-    name: str
-    edited: bool
-    lines: int
-    numerics: str
-
-
-class Link(Protocol):
-    """What a team needs from whoever started it: a launcher, or torchrun."""
-
-    def exchange(
-        self, barrier: Barrier, shape: Shape, lanes: int, kind: int, name: str, about: str
-    ) -> Exchange:
-        """An exchange between all workers; `about` must be the same text on each of them."""
-
-    def memory(self, name: str, size: int, about: str) -> mmap.mmap:
-        """Memory that all workers share, filled with zeros at first; `about` as above."""
-
-    def show(self, text: str) -> None:
-        """Print once for the whole team."""
-
-    def record(self, values: dict[str, Any], text: str, step: int) -> None:
-        """Keep and show one record of the run's log. Every worker says it."""
-
-    def catch_up(self) -> Snapshot:
-        """Ask to join the others, and wait for the state they are in."""
-
-    def give(self, rows: tuple[int, ...], snapshot: Snapshot) -> None:
-        """Hand the state to workers that join."""
-
-    def save(self, snapshot: Snapshot, due: bool) -> None:
-        """Hand the state to be written to disk, at once (`due`) or if the run has to stop."""
-
-    def tell(self, text: str) -> None:
-        """Tell the user something about the run."""
-
-    def no_room(self, size: int, lanes: int) -> None:
-        """Say that there is no memory here for a lane of `size` samples."""
-
-    def wait_end(self) -> None:
-        """Wait to be ended."""
-
-
-class StopAt(BaseException):
-    """The run has reached the step it was to stop at. No user's `except` should catch it."""
 
 
 class Team:
@@ -130,17 +44,12 @@ class Team:
         self._settings, self._board, self._link, self._seat = settings, board, link, seat
         self._device = settings.devices[seat]
         self._barrier = Barrier(board, board.roster())
-        self._epoch = self._step = self._loops = self._replayed = self._logged = 0
+        self._epoch = self._step = self._logged = 0
         self._counting = False
         self._kept: dict[str, Any] = {}
         self._trainers: list[Trainer] = []
-        self._open: dict[int, int] = {}  # loops of batches under way: how many each has given
-        self._given: dict[int, int] = {}  # loops that were, where this worker has caught up
-        self._ends: dict[int, int] = {}  # the step at which each finished loop ended
-        self._records: list[Any] = []  # what calls have returned, for those who catch up
+        self._course = Course(joins or settings.resumed is not None, self._fetch)
         self._loop_facts: dict[int, dict[str, str]] = {}  # of loops of batches under way
-        self._behind = joins or settings.resumed is not None
-        self._target: Snapshot | None = None
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._awaits = 0  # the step of a checkpoint that must be written before the next commit
         self._planning = Planning()
@@ -202,14 +111,14 @@ class Team:
 
         False where something was skipped while catching up: the weights are not the run's then.
         """
-        return self._seat == self._board.head(Head.FIRST) and self._target is None
+        return self._seat == self._board.head(Head.FIRST) and not self.has_skipped
 
     @property
     def catching_up(self) -> bool:
         """Whether this worker is still on its way to where the run is: it has replaced one that was
         lost, or the run was resumed. Until then loops of batches are empty, `evaluate` returns what
         it returned then, and nothing is printed or logged."""
-        return self._behind
+        return self._course.is_behind
 
     def __repr__(self) -> str:
         return (
@@ -267,18 +176,19 @@ class Team:
             )
         # Numbered when they are made and not when they start: of loops in step (`zip`), those after
         # one that is over never start.
-        loop, self._loops = self._loops, self._loops + 1
-        return self._loop(loop, made, dataset, collate, loaders)
+        return self._loop(self._course.begin(), made, dataset, collate, loaders)
 
     def _loop(
         self, loop: int, made: Epoch, dataset: Any, collate: Collate | None, loaders: int
     ) -> Iterator[Batch]:
         """A loop's batches, from where the run is."""
         self._loop_facts[loop] = made.facts()
-        start = self._start_of(loop)
-        if self._behind:
+        start = self._course.start_of(loop)
+        if start is None:
+            self._step = self._course.wanted().ends[loop]
+        if self.catching_up:
             self._make_whole(made, Loader(dataset, seed=self.seed, epoch=0, collate=collate))
-            if self._is_here(loop):
+            if self._course.is_here(loop):
                 self._go_live()
         if start is not None:
             loader = Loader(
@@ -302,14 +212,14 @@ class Team:
         try:
             for number in range(start, len(made)):
                 self._boundary(loop, number)
-                self._open[loop] = number + 1
+                self._course.open[loop] = number + 1
                 cut = made.cut(number)
                 yield Batch.of(cut, loader)
             self._boundary(loop, len(made), is_end=True)
         finally:
             loader.close()
-            self._open.pop(loop, None)
-            self._ends[loop] = self._step
+            self._course.open.pop(loop, None)
+            self._course.ends[loop] = self._step
 
     def _foresee(self, made: Epoch, start: int) -> Iterator[Unit]:
         """What this worker would run if the plan stayed as it is."""
@@ -360,7 +270,7 @@ class Team:
 
     def log(self, **values: Any) -> None:
         """Print one line of results, once, and add it to the run's log."""
-        if self._behind:
+        if self.catching_up:
             return
         self._logged += 1
         text = "  ".join(f"{name} {_plain(value)}" for name, value in values.items())
@@ -370,38 +280,16 @@ class Team:
 
     def print(self, *values: Any, sep: str = " ") -> None:
         """Print once, however many workers there are."""
-        if self.is_oldest and not self._behind:
+        if self.is_oldest and not self.catching_up:
             self._link.show(sep.join(map(str, values)))
 
     # Catching up, joining, saving
 
-    def _start_of(self, loop: int) -> int | None:
-        """The first batch of a loop; None if it is over already."""
-        if not self._behind:
-            return self._given.pop(loop, 0)
-        target = self._wanted()
-        if loop == target.loop:
-            return target.batch
-        if loop in target.ends:
-            self._step = target.ends[loop]
-            return None
-        if loop in target.open:
-            return target.open[loop] - 1  # the batch that it had given is given again
-        raise TeamError(
-            f"`main` has come to its loop of batches number {loop + 1}, which the run it is to "
-            "catch up with had not begun: `main` must do the same each time"
-        )
-
-    def _is_here(self, loop: int) -> bool:
-        return self._target is not None and self._behind and loop == self._target.loop
-
-    def _wanted(self) -> Snapshot:
-        """The state to catch up with; from now on something is skipped."""
-        if self._target is None:
-            self._board.enter(Phase.CATCH_UP)
-            resumed = self._settings.resumed
-            self._target = resumed.snapshot if resumed else self._link.catch_up()
-        return self._target
+    def _fetch(self) -> Snapshot:
+        """The state to catch up with."""
+        self._board.enter(Phase.CATCH_UP)
+        resumed = self._settings.resumed
+        return resumed.snapshot if resumed else self._link.catch_up()
 
     def _make_whole(self, made: Epoch, loader: Loader) -> None:
         """Initialise lazy modules with a loop's first batch, as its first step has done."""
@@ -414,18 +302,15 @@ class Team:
 
     def _go_live(self) -> None:
         """`main` is where the run is: take its state and its random numbers."""
-        target = self._target
-        assert target is not None
-        self._check_same(target)
+        target = self._course.wanted()
+        self._course.check(self._all_facts(target.loop), self._settings.resumed, self.number)
         for trainer, saved in zip(self._trainers, target.trainers, strict=True):
             trainer.restore(saved)
         for scheduler, saved in zip(self._schedulers(), target.schedulers, strict=True):
             scheduler.load_state_dict(saved)
         for name, kept in self._kept.items():
             kept.load_state_dict(target.kept[name])
-        self._step, self._ends, self._records = target.step, target.ends, target.records
-        self._logged = target.logged
-        self._given = {loop: given for loop, given in target.open.items() if loop not in self._open}
+        self._step, self._logged = target.step, target.logged
         self._saved_step = self._step
         self._board.put(Word.STEP, target.step)
         self._board.put(Word.SAMPLES, target.samples)
@@ -433,41 +318,9 @@ class Team:
             roster = self._board.roster(target.generation)
             self._barrier.enter(roster, target.operation)
             self._planning = Planning(**target.planning)
-        self._behind, self._target = False, None
+        self._course.arrive()
         self._board.enter(Phase.MAIN)
         state.set_random_state(target.random)
-
-    def _check_same(self, target: Snapshot) -> None:
-        """Refuse the state of another training, with a table of what differs."""
-        resumed = self._settings.resumed
-        theirs, mine = target.facts, self._all_facts(target.loop)
-        names = [
-            name
-            for name in dict.fromkeys([*theirs, *mine])
-            if theirs.get(name) != mine.get(name)
-            and not (resumed and resumed.edited and name.startswith("code"))
-        ]
-        if not names and self._replayed == len(target.records):
-            return
-        if resumed is None:
-            raise TeamError(
-                f"worker {self.number}: `main` took another way than in the other workers, so this "
-                "one cannot join them; `main` must do the same each time"
-            )
-        if not names:
-            names = ["calls of evaluate"]
-            theirs, mine = ({names[0]: str(n)} for n in (len(target.records), self._replayed))
-        width = max(map(len, names))
-        rows = [
-            f"  {name:<{width}}  {theirs.get(name, '-')} there, {mine.get(name, '-')} here"
-            for name in names
-        ]
-        remedy = "start it as it was started, or give another run= to begin a new one"
-        if all(name.startswith("code") for name in names):
-            remedy = 'if the change is meant, say resume="edited"; ' + remedy
-        raise CheckpointDiffers(
-            "\n".join([f"resume: {resumed.name} is of another training:", *rows, remedy])
-        )
 
     def _all_facts(self, loop: int) -> dict[str, str]:
         settings = self._settings
@@ -492,7 +345,7 @@ class Team:
     def _boundary(self, loop: int, batch: int, is_end: bool = False) -> None:
         """Between two batches nothing is under way: here workers join, and the state is saved."""
         self._board.put(Word.EPOCH_STEP, batch)
-        if self._behind:
+        if self.catching_up:
             return
         if self._barrier.joined is not None:
             rows = self._barrier.join()
@@ -521,9 +374,9 @@ class Team:
             batch=batch,
             step=self._step,
             samples=self._board.get(self._board.me, Word.SAMPLES),
-            open={n: given for n, given in self._open.items() if n != loop},
-            ends=dict(self._ends),
-            records=list(self._records),
+            open={n: given for n, given in self._course.open.items() if n != loop},
+            ends=dict(self._course.ends),
+            records=list(self._course.records),
             facts=self._all_facts(loop),
             trainers=[trainer.state(is_shared) for trainer in self._trainers],
             schedulers=[scheduler.state_dict() for scheduler in self._schedulers()],
@@ -555,7 +408,7 @@ class Team:
     @property
     def loop(self) -> int:
         """The number of loops of batches begun."""
-        return self._loops
+        return self._course.loops
 
     @property
     def place(self) -> int:
@@ -565,30 +418,13 @@ class Team:
     @property
     def has_skipped(self) -> bool:
         """Whether the weights are not what they were here when the run came by."""
-        return self._target is not None
+        return self._course.target is not None
 
     @property
     def is_checked(self) -> bool:
         """Whether workers compare their weights in the present step."""
         every = self._settings.check_every
         return bool(every) and self._step % every == 0 and self.size > 1
-
-    def recorded(self, what: str, compute: Callable[[], T]) -> T:
-        """The result of a call, or while catching up what it was then."""
-        if self._behind:
-            records = self._wanted().records
-            if self._replayed >= len(records) or records[self._replayed][0] != what:
-                raise TeamError(
-                    f"`main` has called {what} where the run it is to catch up with did not: "
-                    "`main` must do the same each time (it ends too early if it has fewer epochs "
-                    "than the run has trained)"
-                )
-            self._replayed += 1
-            value: T = records[self._replayed - 1][1]
-            return value
-        value = compute()
-        self._records.append((what, value))
-        return value
 
     def no_room(self, size: int, lanes: int) -> None:
         """Say that there is no memory here for a lane of `size` samples."""
@@ -638,6 +474,10 @@ class Team:
         """An exchange between all workers of the team, called `key`; `about` must be alike."""
         name = f"{name_kind(kind)} {key}"
         return self._link.exchange(self._barrier, shape, lanes, kind, name, about)
+
+    def recorded(self, what: str, compute: Callable[[], T]) -> T:
+        """The result of a call, or while catching up what it was then."""
+        return self._course.recorded(what, compute)
 
     def sharded(self, optimizer: torch.optim.Optimizer, trainer: int) -> Sharded:
         """A store in memory that all workers share."""

@@ -25,9 +25,10 @@ from samestep.devices import (
 from samestep.errors import OutOfMemory, UsageError
 from samestep.exchange import Exchange, Shape
 from samestep.exchange.collectives import Collectives
+from samestep.settings import Plan, Settings
 from samestep.state import Snapshot
 from samestep.supervise import odd_one_out, unlike
-from samestep.team import Plan, Settings, Team
+from samestep.team import Team
 from samestep.worker import place, run_main
 
 

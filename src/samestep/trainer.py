@@ -9,18 +9,16 @@ Until the commit a step has had no effect.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
-import inspect
 import math
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -28,101 +26,43 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from samestep import seeds
-from samestep.board import Board, Phase, Word, kind_of
-from samestep.data import (
-    Batch,
-    Collate,
-    Cut,
-    Loader,
-    Unit,
-    check_collate,
-    length_of,
-    to_device,
-)
+from samestep.board import Phase, Word, kind_of
+from samestep.checks import check_model, check_optimizer
+from samestep.contract import TrainersTeam
+from samestep.data import Batch, Collate, Unit, check_collate, to_device
 from samestep.errors import (
     LossError,
     NonFiniteLoss,
-    OptimizerError,
     TeamError,
     UsageError,
     check_flags,
     is_positive,
 )
-from samestep.exchange import Exchange, Flat, Shape, Work
-from samestep.lanes import cut, fused, reduction, share
+from samestep.evaluation import Evaluation
+from samestep.exchange import Flat, Work
+from samestep.lanes import fused, reduction
 from samestep.layout import Layout, Sums, digest, fingerprint
+from samestep.loss import (
+    Arithmetic,
+    Loss,
+    changed_weights,
+    compiled,
+    evaluating,
+    is_out_of_memory,
+    weighed,
+)
 from samestep.memory import count_buffers, count_saved, peak, predict
-from samestep.metrics import Metric, Seen
+from samestep.metrics import Metric
 from samestep.payload import digest_of_code
-from samestep.plan import Measured, Runs
-from samestep.results import Gradients, Results, Scratch, all_buffers
+from samestep.plan import Measured
+from samestep.results import Gradients, Results, all_buffers
 from samestep.state import capture, restore
-from samestep.stores import STORES, Replicated, Sharded, Store, check
+from samestep.stores import STORES, Replicated, Store, check
 from samestep.tree import Tree
 
 __all__ = ["Trainer"]
 
-Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor | float | int]]
-
 _PRECISIONS = ("fp32", "bf16")
-
-
-class Inspects(Protocol):
-    """What looks at lanes while they run (`samestep replay`)."""
-
-    def wants(self, step: int, lane: int) -> bool: ...
-    def run(self, loss: Callable[..., Any], *arguments: Any) -> Any: ...
-    def see(
-        self, lane: int, loss: torch.Tensor, weight: torch.Tensor, model: nn.Module
-    ) -> None: ...
-    def after_backward(self, step: int) -> None: ...
-
-
-class TrainersTeam(Protocol):
-    """What a trainer needs from its team."""
-
-    @property
-    def inspector(self) -> Inspects | None: ...
-    @property
-    def place(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def lanes(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def exact(self) -> bool: ...
-    @property
-    def is_oldest(self) -> bool: ...
-    @property
-    def catching_up(self) -> bool: ...
-    @property
-    def has_skipped(self) -> bool: ...
-    @property
-    def is_checked(self) -> bool: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def loop(self) -> int: ...
-    @property
-    def board(self) -> Board: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def speeds(self) -> list[float]: ...
-    def runs(self, cut: Cut, step: int | None = None) -> Runs: ...
-    def wait_saved(self) -> None: ...
-    def observe(self, runs: Runs, measured: Measured) -> None: ...
-    def units(self, batch: Cut, run: range) -> list[Unit]: ...
-    def exchange(self, shape: Shape, lanes: int, kind: int, key: str, about: str) -> Exchange: ...
-    def sharded(self, optimizer: torch.optim.Optimizer, trainer: int) -> Sharded: ...
-    def recorded(self, what: str, compute: Callable[[], Any]) -> Any: ...
-    def no_room(self, size: int, lanes: int) -> None: ...
-    def pause(self, began: float) -> None: ...
-    def commit(self, samples: int, loss: float) -> None: ...
 
 
 class Trainer:
@@ -146,8 +86,8 @@ class Trainer:
         compile: bool = False,
         store: str = "replicated",
     ) -> None:
-        _check_model(model, optimizer, loss)
-        _check_optimizer(optimizer)
+        check_model(model, optimizer, loss)
+        check_optimizer(optimizer)
         if precision not in _PRECISIONS:
             raise UsageError(f"precision={precision!r}: must be one of {', '.join(_PRECISIONS)}")
         if store not in STORES:
@@ -158,15 +98,16 @@ class Trainer:
             raise UsageError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
         self.model, self.optimizer = model.to(team.device), optimizer
         self._team, self._board, self._number = team, team.board, number
-        self._loss, self._compiles = _compiled(loss) if compile else loss, compile
+        self._loss, self._compiles = compiled(loss) if compile else loss, compile
         self._plain_loss = loss
         self._clip_norm, self._precision = clip_norm, precision
+        self._arithmetic = Arithmetic(team.device, precision, team.exact)
+        self._evaluation = Evaluation(team, self.model, loss, self._arithmetic, number)
         self._built: Results | None = None
         self._batch: Batch | None = None
         self._total: Flat | None = None
         self._loop, self._loss_sum, self._weight_sum = 0, 0.0, 0.0
         self._seen_sizes: set[Any] = set()
-        self._exchanges: dict[tuple[int, Shape], Exchange] = {}
         self._store_kind = store
         self._store: Store = Replicated(optimizer)  # until the model is built
         if self.is_built:
@@ -200,14 +141,14 @@ class Trainer:
         try:
             self._run_lanes(self._runs[self._team.place])
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             self._has_room = False
             traceback.clear_frames(error.__traceback__)
         if not self._has_room:
             self._give_back(size)
         elif versions != [parameter._version for parameter in built.layout.all]:
-            raise LossError(_changed_weights(self.model, versions))
+            raise LossError(changed_weights(self.model, versions))
         if self._team.inspector is not None:
             self._team.inspector.after_backward(self._team.step)
 
@@ -269,7 +210,7 @@ class Trainer:
         assert built is not None
         tree = Tree(run, len(batch.lanes), built.exchange.slot, built.scratch)
         seconds: list[float] = []
-        with self._deterministic_kernels():
+        with self._arithmetic.deterministic_kernels():
             for unit in self._team.units(batch, run):
                 count = 1 if self._team.exact else len(run)
                 seconds += [self._run(built, tree, batch, unit) / count] * count
@@ -311,13 +252,13 @@ class Trainer:
         seen = team.inspector
         if seen is not None and not seen.wants(team.step, unit.lane):
             seen = None
-        with self._autocast():
+        with self._arithmetic.autocast():
             result = (
                 self._loss(self.model, *fields)
                 if seen is None
                 else seen.run(self._loss, self.model, *fields)
             )
-            loss, weight = _weighed(result, len(unit.indices))
+            loss, weight = weighed(result, len(unit.indices))
         if not loss.requires_grad:
             raise LossError("loss: does not depend on any parameter that requires a gradient")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -361,19 +302,6 @@ class Trainer:
             error.step = self._team.step
             raise error
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self._team.device.type, dtype=torch.bfloat16)
-
-    def _deterministic_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """Of attention's implementations on a GPU, the one whose sums have a fixed order."""
-        if self._team.device.type == "cpu" or not self._team.exact:
-            return contextlib.nullcontext()
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(SDPBackend.MATH)
-
     # Evaluation
 
     def evaluate(
@@ -388,6 +316,10 @@ class Trainer:
 
         The dataset is cut into chunks of `chunk` samples, on any number of devices alike.
         """
+        if not self.is_built and not self._team.catching_up:
+            raise UsageError(
+                "evaluate: the model has lazily initialised modules; train one step first"
+            )
         if not metrics or not all(isinstance(metric, Metric) for metric in metrics):
             raise UsageError(
                 "evaluate: needs metrics, for example ss.metrics.accuracy; got "
@@ -398,91 +330,10 @@ class Trainer:
                 raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
         check_collate(collate)
         totals = self._team.recorded(
-            "evaluate", lambda: self._totals(dataset, metrics, chunk, collate, loaders)
+            "evaluate", lambda: self._evaluation.totals(dataset, metrics, chunk, collate, loaders)
         )
         values = [metric.value(total) for metric, total in zip(metrics, totals, strict=True)]
         return values[0] if len(values) == 1 else tuple(values)
-
-    def _totals(
-        self,
-        dataset: Any,
-        metrics: tuple[Metric, ...],
-        chunk: int,
-        collate: Collate | None,
-        loaders: int,
-    ) -> list[torch.Tensor]:
-        """The sum over all chunks, for each metric: through the same tree and exchange as
-        gradients."""
-        team, samples = self._team, length_of(dataset)
-        buffers = all_buffers(self.model)
-        chunks = cut(samples, math.ceil(samples / chunk))
-        runs = share(len(chunks), team.speeds)
-        mine = runs[team.place]
-
-        def unit(number: int) -> Unit:
-            return Unit(0, number, tuple(chunks[number]))
-
-        loader = Loader(
-            dataset,
-            seed=team.seed,
-            epoch=-1,
-            collate=collate,
-            loaders=loaders,
-            ahead=[unit(number) for number in mine],
-        )
-        with (
-            contextlib.closing(loader),
-            seeds.undisturbed(),
-            _evaluating(self.model),
-            torch.no_grad(),
-            self._autocast(),
-        ):
-            # A worker without a chunk looks at the first one, to learn how long the counts are.
-            known = mine.start if mine else 0
-            first = self._count(metrics, loader, unit(known))
-            buffers.restore()
-            shapes = [count.shape for count in first]
-            shape = Shape(0, sum(count.numel() for count in first))
-            exchange = self._evaluation(len(chunks), shape)
-            scratch = Scratch(shape, team.device)
-
-            def count_chunks(run: range) -> None:
-                tree = Tree(run, len(chunks), exchange.slot, scratch)
-                for number in run:
-                    parts = first
-                    if number != known:
-                        parts = self._count(metrics, loader, unit(number))
-                        buffers.restore()
-                    flat, add = tree.leaf(number)
-                    values = torch.cat([part.flatten() for part in parts])
-                    flat.f64.add_(values) if add else flat.f64.copy_(values)
-                    tree.fold(number)
-
-            count_chunks(mine)
-            self._board.enter(Phase.EXCHANGE)
-            total = exchange.reduce(
-                Work(runs, lambda runs: reduction(runs, len(chunks)), count_chunks)
-            )
-        self._board.enter(Phase.MAIN)
-        split = torch.split(total.f64.cpu().clone(), [shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
-
-    def _count(self, metrics: tuple[Metric, ...], loader: Loader, unit: Unit) -> list[torch.Tensor]:
-        """What one chunk gives for each metric."""
-        self._board.enter(Phase.EVALUATE, unit.lane)
-        fields = to_device(loader.load(unit), self._team.device)
-        seeds.reseed("chunk", self._team.seed, unit.lane)
-        seen = Seen(
-            self.model, lambda *a: _weighed(self._plain_loss(*a), len(unit.indices)), fields
-        )
-        return [metric.measure(seen).to(torch.float64) for metric in metrics]
-
-    def _evaluation(self, chunks: int, shape: Shape) -> Exchange:
-        if (chunks, shape) not in self._exchanges:
-            self._exchanges[chunks, shape] = self._team.exchange(
-                shape, chunks, kind_of(self._number, True), f"{chunks} {shape.f64}", ""
-            )
-        return self._exchanges[chunks, shape]
 
     # Memory
 
@@ -500,8 +351,8 @@ class Trainer:
         buffers = all_buffers(self.model)
 
         def lane() -> torch.Tensor:
-            with self._autocast():
-                return _weighed(self._loss(self.model, *fields), len(unit.indices))[0]
+            with self._arithmetic.autocast():
+                return weighed(self._loss(self.model, *fields), len(unit.indices))[0]
 
         with seeds.undisturbed():
             seeds.reseed("lane", team.seed, team.step, unit.lane)
@@ -620,128 +471,10 @@ class Trainer:
         """Let lazy modules see lane 0, on every worker with the same random numbers."""
         fields = to_device(batch.loader.load(batch.unit(range(1))), self._team.device)
         seeds.reseed("lazy", self._team.seed)
-        with _evaluating(self.model), torch.no_grad(), self._autocast():
+        with evaluating(self.model), torch.no_grad(), self._arithmetic.autocast():
             self._plain_loss(self.model, *fields)
-
-
-def _check_model(model: Any, optimizer: Any, loss: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model: must be a torch.nn.Module, got {type(model).__name__}; several go into a "
-            "torch.nn.ModuleDict"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(
-            f"optimizer: must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-    if not callable(loss):
-        raise UsageError(f"loss: must be a function loss(model, *fields), got {loss!r}")
-    known = {id(parameter) for parameter in model.parameters()}
-    strangers = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in known
-    ]
-    if strangers:
-        raise OptimizerError(
-            f"optimizer: holds {len(strangers)} parameters that are not the model's, the first of "
-            f"shape {tuple(strangers[0].shape)}; make the optimizer from model.parameters() of "
-            "the model you pass"
-        )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptimizerError(
-            f"optimizer: {name} calls the loss again by itself (a closure), so a step is not one "
-            "backward pass; use one that does not, such as torch.optim.AdamW"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise OptimizerError(
-            f"optimizer: {name} needs sparse gradients, which have no fixed layout; use "
-            "torch.optim.Adam and sparse=False"
-        )
-
-
-def _changed_weights(model: nn.Module, versions: list[int]) -> str:
-    named = zip(model.named_parameters(), versions, strict=True)
-    name = next(name for (name, parameter), before in named if parameter._version != before)
-    return (
-        f"loss: running it changed the parameter {name!r} in place, so a lane's result would "
-        "depend on the lanes before it; change weights between steps, or keep what changes in a "
-        "buffer (an embedding's max_norm does this; normalise in the forward pass instead)"
-    )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a class for it on GPUs; on the CPU it is a RuntimeError that says so."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
-def _compiled(loss: Loss) -> Loss:
-    """Each shape gets code of its own, so what a lane gives cannot depend on which were seen."""
-    import torch._dynamo
-
-    # Beyond the limit torch would silently run the rest uncompiled, with other bits.
-    torch._dynamo.config.recompile_limit = 1024
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    compiled: Loss = torch.compile(loss, dynamic=False)
-    return compiled
-
-
-def _weighed(result: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a loss function returned, as (sum, weight)."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor):
-        total, weight = result
-        if total.numel() != 1:
-            raise LossError(
-                f"loss: returned (sum, weight) with a sum of shape {tuple(total.shape)}; it must "
-                "be one number, the sum of the weighted losses"
-            )
-        if not isinstance(weight, (torch.Tensor, int, float)):
-            raise LossError(
-                f"loss: returned (sum, weight) with {weight!r} as the weight; it must be a number, "
-                "or a tensor of weights, which is added up"
-            )
-        weight = torch.as_tensor(weight).detach().to(total.device, torch.float64)
-        return total.reshape(()), weight.sum()
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], torch.Tensor):
-        raise LossError(
-            f"loss: returned a tuple whose first part is {type(result[0]).__name__}; it must be "
-            "(sum, weight), in this order, and the sum a tensor"
-        )
-    if not isinstance(result, torch.Tensor):
-        raise LossError(
-            f"loss: returned {type(result).__name__}; it must return a tensor with one loss per "
-            "example, or (sum, weight)"
-        )
-    if result.dim() == 0:
-        raise LossError(
-            f"loss: returned one number for a lane of {samples} examples, so its weight is not "
-            'known; return one loss per example (reduction="none"), or (sum, weight)'
-        )
-    losses = result if result.dtype == torch.float64 else result.float()
-    weight = torch.tensor(losses.numel(), dtype=torch.float64, device=losses.device)
-    return losses.sum(), weight
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and back to each module's own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -45,8 +45,9 @@ from samestep.messages import (
 )
 from samestep.payload import HostPickler, as_bytes, pack, unpack
 from samestep.processes import Channel, die_with_parent, keep_memory, memory_file
+from samestep.settings import Settings, StopAt
 from samestep.state import Snapshot
-from samestep.team import Settings, StopAt, Team
+from samestep.team import Team
 
 STACK_SIGNAL = signal.SIGRTMIN + 5  # has a worker write its Python stack to its crash report
 ONCE = "\x1e"  # before a line that is the whole team's: the launcher shows it without a prefix
