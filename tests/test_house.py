@@ -14,13 +14,13 @@ PACKAGE = Path(ss.__file__).parent
 
 # Each module imports only from what stands before it.
 ORDER = [
-    "errors", "devices", "lanes", "plan", "seeds", "clock", "board", "barrier", "processes",
-    "payload", "failure", "tensors", "datasets", "loaders", "data", "metrics", "exchange",
-    "exchange.shared_memory", "exchange.collectives", "layout", "results", "tree", "state",
-    "stores", "memory", "checkpoint", "contract", "loss", "checks", "evaluation", "trainer",
-    "settings", "course", "team", "models", "scratch", "messages", "lazy_dynamo", "worker",
-    "forkserver", "supervise", "watch", "console", "runs", "launcher", "torchrun", "launch",
-    "replay", "prove", "cli",
+    "errors", "devices", "lanes", "plan", "seeds", "clock", "timings", "board", "barrier",
+    "processes", "payload", "failure", "tensors", "datasets", "loaders", "data", "metrics",
+    "exchange", "exchange.shared_memory", "exchange.collectives", "layout", "results", "tree",
+    "state", "stores", "memory", "checkpoint", "contract", "loss", "checks", "evaluation",
+    "trainer", "settings", "course", "team", "models", "scratch", "messages", "lazy_dynamo",
+    "worker", "forkserver", "supervise", "watch", "console", "runs", "launcher", "torchrun",
+    "launch", "replay", "prove", "cli",
 ]  # fmt: skip
 
 

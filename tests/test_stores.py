@@ -175,10 +175,10 @@ def test_many_kills(tmp_path):
             if not mark.exists():
                 mark.touch()
                 delay = 0.001 * (team.position.step % 7)
-                pid = os.fork()
+                worker, pid = os.getpid(), os.fork()
                 if pid == 0:
                     time.sleep(delay)
-                    os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(worker, signal.SIGKILL)
                     os._exit(0)
 
     kwargs = {"steps": 60, "name": "Adam"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 import samestep as ss
+from conftest import DEADLINE_S
 from faults import DEADLY, POINTS, RAISING, Fault, Planted, train
 from samestep import checkpoint
 
@@ -100,3 +103,40 @@ def test_the_users_code_raises(kind, point, workers, tmp_path, request):
     assert (tmp_path / "fired").exists()
     assert re.match(r"worker \d \(cpu:\d\), ", caught.value.__notes__[0])
     assert not list(Path(tmp_path).glob("run/checkpoints/.*"))
+
+
+class Late:
+    """Unpacked by a worker before it joins the team: the first one to do so waits there until the
+    replacement of a lost one has come as far."""
+
+    number = -1
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        for number in range(9):
+            try:
+                os.close(os.open(f"{self.folder}/{number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            Late.number = number
+            break
+        until = time.monotonic() + DEADLINE_S
+        while Late.number == 0 and not Path(self.folder, "3").exists():
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+
+def lost_early(team, late):
+    if Late.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train(team)[:3]
+
+
+def test_a_worker_that_starts_after_another_is_lost(undisturbed, tmp_path):
+    """It begins with the team that the others began with, though that is no more."""
+    result = ss.launch(lost_early, devices="3xcpu", lanes=6, args=(Late(str(tmp_path)),))
+    assert (tmp_path / "3").exists()
+    assert result == undisturbed

@@ -133,6 +133,19 @@ def test_who_hangs_and_who_does_not(phase, lane_s, waits, fresh, stopped, floor,
     assert not look(watch, {0: moved}, 100.0 + passed)[1]
 
 
+def test_workers_that_wait_in_a_ring_are_noticed():
+    def waits(row):
+        return Seen(Phase.EXCHANGE, 7, 0.01, row, False, False)
+
+    ring = {0: waits(2), 1: waits(0), 2: waits(1), 3: waits(0)}
+    watch, _ = look(Watch(1.0), ring, 100.0)
+    assert not look(watch, ring, 101.5)[1]
+    assert set(look(watch, ring, 102.5)[1]) == {0}
+    chain = {0: waits(2), 1: waits(0), 2: Seen(Phase.LANE, 7, 10.0, -1, False, False)}
+    watch, _ = look(Watch(1.0), chain, 100.0)
+    assert not look(watch, chain, 150.0)[1]
+
+
 # Memory
 
 

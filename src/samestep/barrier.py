@@ -115,7 +115,7 @@ class Barrier:
         attempt, with those that are left."""
         board = self.board
         while True:
-            newest = board.roster()
+            newest = self._settled(board.roster())
             stamp = self.operation << _ATTEMPTS | newest.generation
             board.put(Word.AGREED, stamp)
             fence()
@@ -187,6 +187,22 @@ class Barrier:
     def _seen(self, row: int) -> int:
         """The newest generation when that worker's present operation began."""
         return self.board.words[self.board.place(row, Word.SEEN) + self.operation % 2]
+
+    def _settled(self, newest: Roster) -> Roster:
+        """The first generation that is like `newest` to those that the operation began with.
+
+        A worker that looks later may see one more generation, in which somebody has only joined.
+        Both must try again under the same one, or each would wait for the other.
+        """
+        rows = self._start.rows
+        wanted = newest.only(rows)
+        while newest.generation > self._start.generation:
+            before = self.board.roster(newest.generation - 1)
+            mine = before.only(rows)
+            if (mine.rows, mine.rooms) != (wanted.rows, wanted.rooms):
+                break
+            newest = before
+        return newest
 
     def _adopt(self, newest: Roster) -> None:
         self._note(newest)

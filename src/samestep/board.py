@@ -91,12 +91,26 @@ _KINDS = {
 class Roster:
     """The members of the team in one generation, by seat.
 
-    `rooms` are the sizes of lanes that each has no memory for (0: none is known)."""
+    `rooms` are the sizes of lanes that each has no memory for (0: none is known), `sinces` the
+    generations that they came with."""
 
     generation: int
     rows: tuple[int, ...]
     seats: tuple[int, ...]
     rooms: tuple[int, ...]
+    sinces: tuple[int, ...]
+
+    @staticmethod
+    def first(workers: int) -> Roster:
+        """The team that a launch begins with."""
+        everyone = tuple(range(workers))
+        return Roster(1, everyone, everyone, (0,) * workers, (1,) * workers)
+
+    @property
+    def oldest(self) -> int:
+        """The row of who has been in the team for longest. Not the lowest row: of two replacements,
+        the one that was started later may have come to join first, and has the run's state."""
+        return min(zip(self.sinces, self.rows, strict=True))[1]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -109,6 +123,7 @@ class Roster:
             tuple(self.rows[i] for i in kept),
             tuple(self.seats[i] for i in kept),
             tuple(self.rooms[i] for i in kept),
+            tuple(self.sinces[i] for i in kept),
         )
 
 
@@ -145,7 +160,7 @@ class Board:
     @staticmethod
     def bytes_needed(seats: int) -> int:
         """Most of it is never touched, and takes no memory."""
-        return 8 * (_HEAD + ROWS * _WORDS + GENERATIONS * (1 + 3 * seats))
+        return 8 * (_HEAD + ROWS * _WORDS + GENERATIONS * (1 + 4 * seats))
 
     def close(self) -> None:
         self.words.release()
@@ -167,7 +182,7 @@ class Board:
         words[mine + Word.PHASE] = phase
         words[mine + Word.LANE] = lane
         words[mine + Word.ACTIONS] += 1
-        self.clock.turn(_KINDS.get(phase, Kind.OTHER))
+        self.clock.turn(_KINDS.get(phase, Kind.OTHER), lane)
 
     def close_step(self, step: int) -> None:
         """A step is committed: show it, and the time spent so far."""
@@ -202,9 +217,10 @@ class Board:
         """The launcher only: a new generation, its members first."""
         start = self._roster_place(roster.generation)
         self.words[start] = len(roster)
-        for i, entry in enumerate(zip(roster.rows, roster.seats, roster.rooms, strict=True)):
+        entries = zip(roster.rows, roster.seats, roster.rooms, roster.sinces, strict=True)
+        for i, entry in enumerate(entries):
             for j, value in enumerate(entry):
-                self.words[start + 1 + 3 * i + j] = value
+                self.words[start + 1 + 4 * i + j] = value
         fence()
         self.put_head(Head.GENERATION, roster.generation)
 
@@ -214,11 +230,11 @@ class Board:
         fence()
         start = self._roster_place(generation)
         count = self.words[start]
-        flat = [self.words[start + 1 + i] for i in range(3 * count)]
-        return Roster(generation, tuple(flat[::3]), tuple(flat[1::3]), tuple(flat[2::3]))
+        flat = [self.words[start + 1 + i] for i in range(4 * count)]
+        return Roster(generation, *(tuple(flat[column::4]) for column in range(4)))
 
     def _roster_place(self, generation: int) -> int:
-        return _HEAD + ROWS * _WORDS + generation * (1 + 3 * self.seats)
+        return _HEAD + ROWS * _WORDS + generation * (1 + 4 * self.seats)
 
 
 def kind_of(trainer: int, evaluate: bool) -> int:

@@ -151,10 +151,15 @@ def run(
     devices: Annotated[str | None, typer.Option(help="Instead of the script's own.")] = None,
     lanes: Annotated[int | None, typer.Option(help="Instead of the script's own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the script's own.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="A file for a trace, for ui.perfetto.dev.")
+    ] = None,
+    trace_steps: Annotated[int | None, typer.Option(help="How many steps of it.")] = None,
 ) -> None:
     """Run a script with its devices, lanes or seed given from outside (options before SCRIPT)."""
     _check_script(script)
-    with overridden(Overrides(devices=devices, lanes=lanes, seed=seed)):
+    over = Overrides(devices=devices, lanes=lanes, seed=seed, trace=trace, trace_steps=trace_steps)
+    with overridden(over):
         _show_only_the_script(script, arguments or [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 import re
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep import checkpoint, forkserver, torchrun
+from samestep import checkpoint, forkserver, timings, torchrun
+from samestep.clock import Moment
 from samestep.devices import inventory, parse
 from samestep.errors import (
     CheckpointDiffers,
     NonFiniteLoss,
+    SamestepError,
     UsageError,
     check_flags,
     is_positive,
@@ -44,6 +47,8 @@ class Overrides:
     stop_at: int | None = None
     ended: Callable[[Returned], None] | None = None
     within: Callable[[Any, Any, Any, Settings], None] | None = None
+    trace: str | None = None
+    trace_steps: int | None = None
 
 
 _overrides = Overrides()
@@ -79,6 +84,8 @@ def launch(
     keep: int = 3,
     check_every: int = 100,
     hang_after: float | None = 30.0,
+    trace: str | os.PathLike[str] | None = None,
+    trace_steps: int = 20,
 ) -> Any:
     """Run `main(team, *args, **kwargs)` on every device; returns what the first worker returned.
 
@@ -101,6 +108,8 @@ def launch(
     - `check_every`: after so many steps workers compare their weights; 0 for never.
     - `hang_after`: seconds without a move, or 20 times a worker's own lanes if that is longer,
       after which it is taken for hanging, and replaced; None for never.
+    - `trace`: a file for a trace of the first `trace_steps` steps of each worker, for
+      ui.perfetto.dev or chrome://tracing.
 
     Under `torchrun` this process joins the others that were started with it.
     """
@@ -119,6 +128,8 @@ def launch(
     if plan is not None and not callable(plan):
         raise UsageError(f"plan={plan!r}: must be a function plan(lanes, step), or None")
     run = _run_path(run)
+    trace, trace_steps = over.trace or trace, over.trace_steps or trace_steps
+    _check_counts(1, trace_steps=trace_steps)
     saves = _saves(save_every)
     if resume not in (False, True, "edited"):
         raise UsageError(f'resume={resume!r}: must be True, False or "edited"')
@@ -144,40 +155,72 @@ def launch(
         saves if run is not None else None,
         _resumed(Path(run), resume) if run is not None and resume else None,
         digest_of_code(main),
+        trace_steps if trace is not None else 0,
     )
     if over.within is not None:
         return over.within(main, args, kwargs, settings)
+    payload = main, args, kwargs, settings
     with forkserver.server() as server:
         folder = _folder(run, settings) if run is not None else None
-        payload = pack((main, args, kwargs, settings))
-        policy = Policy(exact, replace, max_losses)
         with Launcher(
-            server, settings, machine, payload, policy, folder, keep, hang_after
+            server,
+            settings,
+            machine,
+            pack(payload),
+            Policy(exact, replace, max_losses),
+            folder,
+            keep,
+            hang_after,
         ) as running:
             for notice in notices:
                 running.say(notice)
             outcome = running.until_over()
+            spent = running.spent()
+            if isinstance(outcome, Returned) and folder is not None and timings.is_any(spent):
+                running.say(f"where time went: {timings.line(spent)}")
+    if trace is not None:
+        _write_trace(Path(trace), running.moments)
     if isinstance(outcome, Returned):
-        result = pickle.loads(outcome.result) if outcome.result is not None else None
-        if folder is not None:
-            folder.finish("finished", fingerprints=outcome.fingerprints, result=_json(result))
-        if over.ended is not None:
-            over.ended(outcome)
-        return result
+        return _result_of(outcome, folder, spent, over)
+    raise _error_of(outcome, folder)
+
+
+def _result_of(
+    outcome: Returned,
+    folder: RunFolder | None,
+    spent: dict[str, tuple[float, ...]],
+    over: Overrides,
+) -> Any:
+    result = pickle.loads(outcome.result) if outcome.result is not None else None
+    if folder is not None:
+        folder.finish(
+            "finished",
+            fingerprints=outcome.fingerprints,
+            seconds_spent={name: timings.by_name(seconds) for name, seconds in spent.items()},
+            result=_json(result),
+        )
+    if over.ended is not None:
+        over.ended(outcome)
+    return result
+
+
+def _error_of(
+    outcome: Stopped | Failure | SamestepError, folder: RunFolder | None
+) -> BaseException:
+    """What to raise. Not `from` anything: the traceback that is printed is the user's own."""
     if isinstance(outcome, Stopped):
         if folder is not None:
             folder.finish("stopped", by=signal.Signals(outcome.signal).name)
         if outcome.signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + outcome.signal)
+            return KeyboardInterrupt()
+        return SystemExit(128 + outcome.signal)
     error = outcome.rebuild() if isinstance(outcome, Failure) else outcome
     if folder is not None and not isinstance(error, CheckpointDiffers):
         if isinstance(error, NonFiniteLoss):
             lane = f" --lane {error.lanes[0]}" if error.lanes else ""
             error.add_note(f"samestep replay {folder.path} --step {error.step}{lane}")
         folder.finish("failed", error=f"{type(error).__name__}: {error}")
-    # Not `from` anything: the traceback that is printed is the user's own.
-    raise error
+    return error
 
 
 def _check(main: Any, args: Any, kwargs: dict[str, Any], **numbers: Any) -> None:
@@ -204,6 +247,13 @@ def _check_counts(least: int = 0, **numbers: Any) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
+
+
+def _write_trace(path: Path, moments: dict[str, tuple[Moment, ...]]) -> None:
+    try:
+        path.write_text(json.dumps(timings.trace(dict(sorted(moments.items())))))
+    except OSError as error:
+        print(f"samestep: trace={str(path)!r} could not be written: {error}", file=sys.stderr)
 
 
 def _run_path(run: Any) -> str | os.PathLike[str] | None:

@@ -20,10 +20,11 @@ from typing import Any
 
 from samestep.board import Board, Head, Phase, Word
 from samestep.checkpoint import Saver
+from samestep.clock import Moment
 from samestep.console import Console
 from samestep.devices import Machine, pinning
 from samestep.forkserver import Exited, Fork, Forked, ForkServer, Kill
-from samestep.messages import Leave, Note, Order, Ready, Record, Shared, State, Tell, Wanted
+from samestep.messages import Done, Leave, Note, Order, Ready, Record, Shared, State, Tell, Wanted
 from samestep.payload import unpack
 from samestep.processes import Channel, channels, memory_file, out_of_memory_kills
 from samestep.runs import RunFolder
@@ -117,6 +118,7 @@ class Launcher:
         self._numerics = ""
         self._watch = None if hang_after is None else Watch(hang_after)
         self._looked = time.monotonic()
+        self.moments: dict[str, tuple[Moment, ...]] = {}
         self._kills = out_of_memory_kills()
         self._signals: list[int] = []
         self._stopped_at: float | None = None
@@ -157,6 +159,12 @@ class Launcher:
         self.console.say(f"samestep: {text}", sys.stderr)
         if self._folder is not None:
             self._folder.note(text)
+
+    def spent(self) -> dict[str, tuple[float, ...]]:
+        """The seconds of each device, by kind: those of its newest worker."""
+        names = {member.seat: str(member.device) for member in self._run.members}
+        newest = {member.seat: member.row for member in self._run.members}
+        return {names[seat]: self._board.spent(row) for seat, row in newest.items()}
 
     def until_over(self) -> Outcome | Stopped:
         """Serve the workers until none is left."""
@@ -205,6 +213,9 @@ class Launcher:
             match message:
                 case Record():
                     self._log(message)
+                case Done():
+                    self.moments[self._run.members[row].name] = message.moments
+                    self._decide(row, message)
                 case Note(text):
                     self.say(text)
                 case Wanted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from samestep.clock import Moment
 from samestep.devices import Device, NumericsClass
 from samestep.failure import Failure
 
@@ -118,6 +119,7 @@ class Done:
     """`main` has returned."""
 
     fingerprints: tuple[str, ...]
+    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def _run_here(main: Any, args: Any, kwargs: Any, settings: Settings, inspector: 
     set_numerics(device, settings.threads, settings.exact)
     watch_schedulers()
     board = Board(1)
-    board.publish(Roster(1, (0,), (0,), (0,)))
+    board.publish(Roster.first(1))
     team = Team(settings, board, _Alone(device))
     team.inspector = inspector
     run_main(team, settings, main, args, kwargs)

@@ -41,6 +41,7 @@ class Settings:
     saves: Saves | None = None
     resumed: Resumed | None = None
     code: str = ""
+    traced: int = 0
 
 
 @dataclass(frozen=True)

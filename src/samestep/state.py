@@ -25,7 +25,7 @@ class Snapshot:
     """`loop` is the number of the `team.batches` loop that goes on, `batch` its next batch; `open`
     are other loops that are under way, with the number of batches they have given; `ends` is the
     step at which each loop before it ended. `facts` must be the same where it is put back. `logged`
-    is the number of records that the log has by then."""
+    is the number of records that the log has by then, `saved` the step last saved."""
 
     loop: int
     batch: int
@@ -44,6 +44,7 @@ class Snapshot:
     generation: int = 0
     planning: dict[str, Any] = field(default_factory=dict)
     logged: int = 0
+    saved: int = 0
 
 
 def capture(model: nn.Module, optimizer: dict[str, Any]) -> dict[str, Any]:

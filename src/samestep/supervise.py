@@ -39,8 +39,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker as the launcher knows it. `joined`: the team counts on it; `is_live`: it has the
-    state of the run."""
+    """One worker as the launcher knows it. `joined`: the team counts on it, `since` a generation;
+    `is_live`: it has the state of the run."""
 
     row: int
     seat: int
@@ -51,6 +51,7 @@ class Member:
     numerics: NumericsClass | None = None
     fingerprints: tuple[str, ...] = ()
     condemned: str = ""
+    since: int = 1
 
     @property
     def name(self) -> str:
@@ -113,6 +114,7 @@ class Run:
             tuple(m.row for m in team),
             tuple(m.seat for m in team),
             tuple(self.rooms.get(m.row, 0) for m in team),
+            tuple(m.since for m in team),
         )
 
 
@@ -216,7 +218,8 @@ def decide(run: Run, row: int, event: Event) -> Decided:
         case Claim():
             return _claim(run, row, event)
         case CatchUp():
-            return _renew(_change(run, row, joined=True, is_live=False))
+            joined = _change(run, row, joined=True, is_live=False, since=run.generation + 1)
+            return _renew(joined)
         case State():
             return _state(run, event)
         case NoRoom():
@@ -310,7 +313,7 @@ def _lost(run: Run, row: int, event: Lost) -> Decided:
         return run, instructions
     # What a joining worker waits for may have been lost with the one that was to send it.
     waiting = [m for m in run.members if m.counts and not m.is_live]
-    was_oldest = member.is_live and member.row < min(m.row for m in left)
+    was_oldest = member.is_live and (member.since, row) < min((m.since, m.row) for m in left)
     ended = tuple(End(m.row) for m in waiting) if was_oldest else ()
     run, published = _renew(run)
     return run, (*published, *ended, *instructions)

@@ -43,7 +43,9 @@ class Team:
     ) -> None:
         self._settings, self._board, self._link, self._seat = settings, board, link, seat
         self._device = settings.devices[seat]
-        self._barrier = Barrier(board, board.roster())
+        # Invariant: all whom the launch began with begin with the first generation, even who comes
+        # so late that somebody has been lost by then. Who joins is told its own (`_go_live`).
+        self._barrier = Barrier(board, board.roster() if joins else board.roster(1))
         self._epoch = self._step = self._logged = 0
         self._counting = False
         self._kept: dict[str, Any] = {}
@@ -311,7 +313,7 @@ class Team:
         for name, kept in self._kept.items():
             kept.load_state_dict(target.kept[name])
         self._step, self._logged = target.step, target.logged
-        self._saved_step = self._step
+        self._saved_step = target.saved if target.generation else self._step
         self._board.put(Word.STEP, target.step)
         self._board.put(Word.SAMPLES, target.samples)
         if target.generation:
@@ -386,6 +388,7 @@ class Team:
             generation=self._barrier.roster.generation,
             planning=self._planning.state(),
             logged=self._logged,
+            saved=self._saved_step,
         )
 
     # What follows is for the trainer.
@@ -393,7 +396,7 @@ class Team:
     @property
     def is_oldest(self) -> bool:
         """True on the worker that has been in the team for longest: it speaks for all."""
-        return self._board.me == min(self._barrier.roster.rows)
+        return self._board.me == self._barrier.roster.oldest
 
     @property
     def board(self) -> Board:
@@ -490,6 +493,14 @@ class Team:
             len(self._settings.devices),
             lambda size, about: self._link.memory(f"store of {name_kind(kind)}", size, about),
         )
+
+    def spent(self) -> dict[str, tuple[float, ...]]:
+        """The seconds of each member until its last step, by kind."""
+        roster, devices = self._barrier.roster, self._settings.devices
+        return {
+            str(devices[seat]): self._board.spent(row)
+            for row, seat in zip(roster.rows, roster.seats, strict=True)
+        }
 
     def wait_saved(self) -> None:
         """Where checkpoints are asked for by steps, no more than these are ever to be repeated: so

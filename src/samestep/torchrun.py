@@ -74,8 +74,7 @@ def join(
             raise error
         settings = Settings(tuple(team_devices), lanes, seed, exact, threads, plan)
         board = Board(size, rank)
-        everyone = tuple(range(size))
-        board.publish(Roster(1, everyone, everyone, (0,) * size))
+        board.publish(Roster.first(size))
         team = Team(settings, board, _Link(mine, rank), rank)
         try:
             result = run_main(team, settings, main, args, kwargs)

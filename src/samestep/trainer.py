@@ -58,6 +58,7 @@ from samestep.plan import Measured
 from samestep.results import Gradients, Results, all_buffers
 from samestep.state import capture, restore
 from samestep.stores import STORES, Replicated, Store, check
+from samestep.timings import shares
 from samestep.tree import Tree
 
 __all__ = ["Trainer"]
@@ -335,7 +336,12 @@ class Trainer:
         values = [metric.value(total) for metric, total in zip(metrics, totals, strict=True)]
         return values[0] if len(values) == 1 else tuple(values)
 
-    # Memory
+    # Time and memory
+
+    def timings(self) -> dict[str, dict[str, float]]:
+        """For each device of the team, the share of each kind in the time its steps took so far:
+        compute, data, waiting, exchange, update."""
+        return {name: shares(seconds) for name, seconds in self._team.spent().items()}
 
     def memory(self, batch: Batch) -> dict[str, dict[str, int]]:
         """The bytes that this worker needs for its part of `batch`, by what they are for: as

@@ -1,9 +1,9 @@
 """Watching for workers that hang: pure, from what the board shows and the time.
 
-A worker that waits for another is not hanging. The others must begin something new before their
-deadline, which follows from their own recent lanes. Work that may take as long as it likes, such as
-the code of `main` between two steps (saving, plotting), an evaluation, a first lane or a
-compilation, has a deadline many times as long, unless the process is stopped.
+A worker that waits for another is not hanging, unless they wait in a ring. The others must begin
+something new before their deadline, which follows from their own recent lanes. Work that may take
+as long as it likes, such as the code of `main` between two steps (saving, plotting), an evaluation,
+a first lane or a compilation, has a deadline many times as long, unless the process is stopped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,27 @@ def look(watch: Watch, seen: Mapping[int, Seen], now: float) -> tuple[Watch, dic
         for row, (mine, start) in since.items()
         if now - start > _deadline(mine, watch.floor_s)
     }
+    stuck = _in_a_ring(since, now, watch.floor_s)
+    if not hung and stuck is not None:
+        hung[stuck] = now - since[stuck][1]
     return replace(watch, since=since), hung
+
+
+def _in_a_ring(since: Mapping[int, tuple[Seen, float]], now: float, floor_s: float) -> int | None:
+    """The first of workers that wait for each other in a ring, which none of them will ever leave.
+    That should not happen; if it does, ending one of them is better than waiting for ever."""
+    for first in sorted(since):
+        ring: list[int] = []
+        row = first
+        while row in since and row not in ring:
+            ring.append(row)
+            row = since[row][0].waits_for
+        if row == first and all(
+            now - since[other][1] > 2 * max(floor_s, LANES * since[other][0].lane_s)
+            for other in ring
+        ):
+            return first
+    return None
 
 
 def _deadline(seen: Seen, floor_s: float) -> float:

@@ -104,12 +104,13 @@ def _work(order: Order, line: _Line, board: Board, payload: int) -> None:
     tensors.share_with(line.share)
     main, args, kwargs, settings = unpack(payload)
     state.watch_schedulers()
+    board.clock.traced = settings.traced
     team = Team(settings, board, line, order.seat, order.joins)
     result = run_main(team, settings, main, args, kwargs)
     fingerprints = tuple(team.fingerprints())
     board.enter(Phase.FINISHED)
     board.put(Word.FINISHED, 1)
-    line.send(Done(fingerprints))
+    line.send(Done(fingerprints, tuple(board.clock.moments)))
     while isinstance(line.next_message()[0], Tell):
         line.send(Result(_pickled(result)))
 
