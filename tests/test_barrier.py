@@ -146,7 +146,7 @@ class Stage:
         for state in self.states.values():
             state.put(None)
         for thread in self.threads:
-            thread.join()
+            thread.join(0.1 if self.errors else None)
         self.board.close()
         os.close(self.fd)
         os.close(self.memory)
