@@ -278,6 +278,15 @@ def test_costs_of_samples_are_planned_for():
     assert ss.launch(main, devices="2xcpu", lanes=16) == (alone, [3, 13])
 
 
+def test_a_column_that_is_called_cost_is_no_method():
+    def main(team):
+        data = jobs.images(8)
+        data.cost = 3.0
+        return [len(batch) for batch in team.batches(data, 8)]
+
+    assert ss.launch(main, devices="1xcpu") == [8]
+
+
 def test_a_cost_must_be_above_0():
     def main(team):
         data = jobs.images(8)

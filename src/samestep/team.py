@@ -169,7 +169,7 @@ class Team:
             self.seed,
             self._epoch,
             self.lanes,
-            getattr(dataset, "cost", None),
+            cost if callable(cost := getattr(dataset, "cost", None)) else None,
         )
         if not len(made):
             raise UsageError(
