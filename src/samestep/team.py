@@ -441,7 +441,9 @@ class Team:
             sizes = tuple(map(len, cut.lanes)) if any(roster.rooms) else ()
             rooms = roster.rooms if any(roster.rooms) else ()
             shares = self._planning.shares(cut.key, roster.seats, cut.costs, sizes, rooms)
-            return self._planning.probes(partition(shares), roster.seats)
+            runs = partition(shares)
+            # Who is idle for want of memory is not tried again.
+            return runs if rooms else self._planning.probes(runs, roster.seats)
         counts = list(plan(lanes, self._step if step is None else step))
         if len(counts) != self.size or sum(counts) != lanes or min(counts) < 0:
             raise UsageError(
