@@ -99,7 +99,9 @@ class Fault:
     def is_writing(self):
         """Whether a checkpoint is being written, as it must be within a second."""
         until = time.monotonic() + 1
-        while self.point == "while a checkpoint is written" and time.monotonic() < until:
+        if self.point != "while a checkpoint is written" or Path(self.folder, "fired").exists():
+            return False
+        while time.monotonic() < until:
             with contextlib.suppress(OSError):
                 if any(Path(self.folder).glob("run/checkpoints/.new-*")):
                     return True
@@ -179,7 +181,7 @@ def train(team, fault=None, loaders=0, pace=0.0):
             if fault is not None:
                 fault.at("before the first step", team, team.position.step == 0)
                 fault.kill_another(team)
-                if team.position.step == 2:  # a checkpoint has been asked for
+                if team.position.step == 2 and team.number == fault.seat:  # one has been asked for
                     fault.at("while a checkpoint is written", team, fault.is_writing())
             trainer.backward(batch)
             if fault is not None:

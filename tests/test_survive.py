@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import samestep as ss
 from conftest import DEADLINE_S
 from faults import DEADLY, POINTS, RAISING, Fault, Planted, train
 from samestep import checkpoint
+from samestep.lanes import share
 
 FLOOR_S = 0.4  # of the watch for hanging workers
 
@@ -24,10 +26,16 @@ def undisturbed():
     return ss.launch(train, devices="1xcpu", lanes=6)[:3]
 
 
+def alike(workers, lanes, step):
+    """Lanes as small as these are no measure, and the one who is to be struck must have some."""
+    return [len(run) for run in share(lanes, [1.0] * workers)]
+
+
 def strike(fault, workers, tmp_path, **options):
     return ss.launch(
         train,
         devices=f"{workers}xcpu",
+        plan=partial(alike, workers),
         lanes=6,
         args=(fault,),
         run=tmp_path / "run",
