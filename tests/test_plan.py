@@ -262,6 +262,28 @@ def test_a_slow_worker_gets_fewer_lanes_and_the_same_bits(capfd, tmp_path):
     assert "times as long for a lane as cpu:0" in (run / "events.log").read_text()
 
 
+def test_each_size_of_lanes_has_paces_of_its_own():
+    """The second worker is slow with large lanes only; the last batch has small ones."""
+
+    def main(team):
+        def loss(model, x, y):
+            time.sleep(0.002 * (4 if team.number == 1 and len(x) > 1 else 1))
+            return jobs.cross_entropy(model, x, y)
+
+        model = ss.models.mlp(100, (8,), 5)
+        trainer = team.trainer(model, torch_sgd(model), loss)
+        seen = {}
+        for _ in team.epochs(16):
+            for batch in team.batches(jobs.images(80), 64):
+                trainer.step(batch)
+                seen[len(batch)] = team.plan["cpu:0"]
+        return seen
+
+    seen = ss.launch(main, devices="2xcpu", lanes=16)
+    assert seen[64] >= 11
+    assert seen[16] <= 9
+
+
 def test_costs_of_samples_are_planned_for():
     """Long samples come first: half of the lanes are not half of the work."""
 

@@ -133,10 +133,10 @@ def _resident(name: str) -> int:
     return 0
 
 
-def shared_fairly(pid: int | str = "self") -> int:
-    """A process's memory, with what it shares divided between those that share it."""
+def shared_fairly() -> int:
+    """This process's memory, with what it shares divided between those that share it."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        text = Path("/proc/self/smaps_rollup").read_text()
     except OSError:
         return 0
     return next(

@@ -191,7 +191,6 @@ class Sharded:
         self._before: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
         optimizer.state.clear()
         self._reserve(seats, memory)
-        self._work: dict[int, torch.optim.Optimizer] = {}
 
     def _reserve(self, seats: int, memory: Memory) -> None:
         end = 0

@@ -433,14 +433,16 @@ class Team:
         """Say that there is no memory here for a lane of `size` samples."""
         self._link.no_room(size, lanes)
 
-    def runs(self, cut: Cut, step: int | None = None) -> Runs:
+    def runs(self, cut: Cut, step: int | None = None, trainer: int = 0) -> Runs:
         """The plan: the contiguous run of lanes of each member. Who is known to have no memory for
         lanes of this size gets none."""
         roster, plan, lanes = self._barrier.roster, self._settings.plan, len(cut.lanes)
         if plan is None or len(roster) != len(self._settings.devices):
             sizes = tuple(map(len, cut.lanes)) if any(roster.rooms) else ()
             rooms = roster.rooms if any(roster.rooms) else ()
-            shares = self._planning.shares(cut.key, roster.seats, cut.costs, sizes, rooms)
+            shares = self._planning.shares(
+                _key(cut, trainer), roster.seats, cut.costs, sizes, rooms
+            )
             runs = partition(shares)
             # Who is idle for want of memory is not tried again.
             return runs if rooms else self._planning.probes(runs, roster.seats)
@@ -457,14 +459,17 @@ class Team:
         """How fast the members are, as far as that is known."""
         return self._planning.speeds(self._barrier.roster.seats)
 
-    def observe(self, runs: Runs, measured: Measured) -> None:
+    def observe(
+        self, runs: Runs, cut: Cut, trainer: int, seats: list[int], seconds: list[float]
+    ) -> None:
         """Take in what the root says of a step: who ran its lanes, and how long that took."""
         self._runs = runs
         if self._settings.plan is not None:
             return
-        seats = self._barrier.roster.seats
-        names = [str(self._settings.devices[seat]) for seat in seats]
-        self._planning, says = decide(self._planning, measured, seats, names)
+        measured = Measured(_key(cut, trainer), cut.costs, seats, seconds)
+        present = self._barrier.roster.seats
+        names = [str(self._settings.devices[seat]) for seat in present]
+        self._planning, says = decide(self._planning, measured, present, names)
         if self.is_oldest:
             for text in says:
                 self._link.tell(f"step {self._step + 1}: {text}")
@@ -537,6 +542,11 @@ class Team:
     def fingerprints(self) -> list[str]:
         """The fingerprint of each trainer."""
         return [trainer.fingerprint() for trainer in self._trainers if trainer.is_built]
+
+
+def _key(cut: Cut, trainer: int) -> str:
+    """What lanes have one pace: those of one model, and of one size."""
+    return f"{trainer} {cut.key}"
 
 
 def _check_count(name: str, value: int, least: int) -> None:

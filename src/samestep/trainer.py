@@ -54,7 +54,6 @@ from samestep.loss import (
 from samestep.memory import count_buffers, count_saved, peak, predict
 from samestep.metrics import Metric
 from samestep.payload import digest_of_code
-from samestep.plan import Measured
 from samestep.results import Gradients, Results, all_buffers
 from samestep.state import capture, restore
 from samestep.stores import STORES, Replicated, Store, check
@@ -135,7 +134,7 @@ class Trainer:
             )
         built = self._build(batch)
         size = max(map(len, batch.lanes))
-        self._runs = self._team.runs(batch)
+        self._runs = self._team.runs(batch, trainer=self._number)
         built.begin()
         self._batch, self._has_room = batch, True
         versions = [parameter._version for parameter in built.layout.all]
@@ -224,8 +223,7 @@ class Trainer:
         lanes = len(batch.lanes)
         seats = [int(seat) - 1 for seat in tail[built.layout.lane_seats].tolist()[:lanes]]
         seconds = tail[built.layout.lane_seconds].tolist()[:lanes]
-        key = f"{self._number} {batch.key}"
-        self._team.observe(self._runs, Measured(key, batch.costs, seats, seconds))
+        self._team.observe(self._runs, batch, self._number, seats, seconds)
 
     def _give_back(self, size: int) -> None:
         """There was no memory for a lane: free what there is, and let others run these lanes."""
@@ -350,7 +348,7 @@ class Trainer:
         It runs one lane to see what it takes, and leaves everything as it was.
         """
         built, team = self._build(batch), self._team
-        runs = team.runs(batch)
+        runs = team.runs(batch, trainer=self._number)
         run = runs[team.place] or range(1)
         unit = team.units(batch, run)[0]
         fields = to_device(batch.loader.load(unit), team.device)
