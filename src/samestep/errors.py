@@ -37,6 +37,13 @@ def check_flags(**flags: object) -> None:
             raise UsageError(f"{name}={value!r}: must be True or False")
 
 
+def check_counts(least: int, **numbers: object) -> None:
+    """Each must be a whole number of at least `least`."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
+
+
 def is_positive(number: object) -> bool:
     """Whether it is a number above 0, and not a truth value."""
     return isinstance(number, (int, float)) and not isinstance(number, bool) and number > 0

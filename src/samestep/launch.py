@@ -23,6 +23,7 @@ from samestep.errors import (
     NonFiniteLoss,
     SamestepError,
     UsageError,
+    check_counts,
     check_flags,
     is_positive,
 )
@@ -123,13 +124,13 @@ def launch(
     lanes = lanes if over.lanes is None else over.lanes
     seed = seed if over.seed is None else over.seed
     _check(main, args, kwargs, lanes=lanes, seed=seed, threads=threads, keep=keep)
-    _check_counts(max_losses=max_losses, check_every=check_every)
+    check_counts(0, max_losses=max_losses, check_every=check_every)
     check_flags(exact=exact, replace=replace)
     if plan is not None and not callable(plan):
         raise UsageError(f"plan={plan!r}: must be a function plan(lanes, step), or None")
     run = _run_path(run)
     trace, trace_steps = over.trace or trace, over.trace_steps or trace_steps
-    _check_counts(1, trace_steps=trace_steps)
+    check_counts(1, trace_steps=trace_steps)
     saves = _saves(save_every)
     if resume not in (False, True, "edited"):
         raise UsageError(f'resume={resume!r}: must be True, False or "edited"')
@@ -239,14 +240,8 @@ def _check(main: Any, args: Any, kwargs: dict[str, Any], **numbers: Any) -> None
             f"main: {name}{signature} cannot be called as {name}(team, *args, **kwargs) with "
             f"args={args!r}, kwargs={kwargs!r}: {error}"
         ) from None
-    _check_counts(0, seed=numbers.pop("seed"))
-    _check_counts(1, **numbers)
-
-
-def _check_counts(least: int = 0, **numbers: Any) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
+    check_counts(0, seed=numbers.pop("seed"))
+    check_counts(1, **numbers)
 
 
 def _write_trace(path: Path, moments: dict[str, tuple[Moment, ...]]) -> None:

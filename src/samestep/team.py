@@ -17,7 +17,7 @@ from samestep.clock import Kind
 from samestep.contract import Inspects
 from samestep.course import Course
 from samestep.data import Batch, Collate, Cut, Epoch, Loader, Unit, check_collate, length_of
-from samestep.errors import UsageError, check_flags
+from samestep.errors import UsageError, check_counts, check_flags
 from samestep.exchange import Exchange, Shape
 from samestep.loss import Loss
 from samestep.plan import Measured, Planning, Runs, decide, partition
@@ -130,7 +130,7 @@ class Team:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Count epochs: `for epoch in team.epochs(10)`."""
-        _check_count("epochs", count, least=0)
+        check_counts(0, epochs=count)
         self._counting = True
         self._board.put(Word.EPOCHS, count)
         try:
@@ -157,8 +157,8 @@ class Team:
         (seed, epoch) alone. A dataset other than `ss.data.Tensors` is loaded ahead by `loaders`
         background processes of each worker; 0 loads in the worker itself.
         """
-        _check_count("batch_size", batch_size, least=1)
-        _check_count("loaders", loaders, least=0)
+        check_counts(1, batch_size=batch_size)
+        check_counts(0, loaders=loaders)
         check_flags(shuffle=shuffle, drop_last=drop_last)
         check_collate(collate)
         made = Epoch(
@@ -547,11 +547,6 @@ class Team:
 def _key(cut: Cut, trainer: int) -> str:
     """What lanes have one pace: those of one model, and of one size."""
     return f"{trainer} {cut.key}"
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
 def _plain(value: Any) -> str:

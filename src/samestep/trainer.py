@@ -35,6 +35,7 @@ from samestep.errors import (
     NonFiniteLoss,
     TeamError,
     UsageError,
+    check_counts,
     check_flags,
     is_positive,
 )
@@ -324,9 +325,8 @@ class Trainer:
                 "evaluate: needs metrics, for example ss.metrics.accuracy; got "
                 + (", ".join(type(m).__name__ for m in metrics) or "none")
             )
-        for name, value, least in (("chunk", chunk, 1), ("loaders", loaders, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name}={value!r}: must be a whole number of at least {least}")
+        check_counts(1, chunk=chunk)
+        check_counts(0, loaders=loaders)
         check_collate(collate)
         totals = self._team.recorded(
             "evaluate", lambda: self._evaluation.totals(dataset, metrics, chunk, collate, loaders)
