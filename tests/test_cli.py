@@ -82,7 +82,7 @@ def test_train(tmp_path):
     weights = safetensors.torch.load_file(tmp_path / "runs/x/weights.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == 129_068
     assert sorted(os.listdir(tmp_path / "runs/x")) == [
-        "events.log", "log.jsonl", "run.json", "weights.safetensors",
+        "events.log", "log.jsonl", "run.json", "steps.jsonl", "weights.safetensors",
     ]  # fmt: skip
 
 

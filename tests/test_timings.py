@@ -78,6 +78,13 @@ def test_a_run_ends_with_a_line_and_keeps_the_seconds(tmp_path, capfd):
     assert "slowest: cpu:1" in said
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["seconds_spent"]["cpu:1"]["compute"] > 0.1
+    lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+    steps = [json.loads(text) for text in lines]
+    assert sorted((row["device"], row["step"]) for row in steps) == [
+        (f"cpu:{number}", step) for number in (0, 1) for step in range(1, 11)
+    ]
+    waited = {d: sum(r["waiting"] for r in steps if r["device"] == d) for d in found}
+    assert waited["cpu:0"] > waited["cpu:1"]
 
 
 def test_a_trace_of_a_run_from_outside(tmp_path):

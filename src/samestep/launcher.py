@@ -214,7 +214,10 @@ class Launcher:
                 case Record():
                     self._log(message)
                 case Done():
-                    self.moments[self._run.members[row].name] = message.moments
+                    member = self._run.members[row]
+                    self.moments[member.name] = message.moments
+                    if self._folder is not None:
+                        self._folder.keep_steps(str(member.device), message.steps)
                     self._decide(row, message)
                 case Note(text):
                     self.say(text)

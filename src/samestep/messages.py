@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.clock import Moment
+from samestep.clock import Moment, Spent
 from samestep.devices import Device, NumericsClass
 from samestep.failure import Failure
 
@@ -120,6 +120,7 @@ class Done:
 
     fingerprints: tuple[str, ...]
     moments: tuple[Moment, ...] = ()
+    steps: tuple[Spent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

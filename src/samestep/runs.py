@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 import samestep
+from samestep.clock import Spent
+from samestep.timings import by_name
 
 
 class RunFolder:
@@ -56,6 +59,13 @@ class RunFolder:
         """One line of events.log. A full disk is no reason to stop."""
         with suppress(OSError), (self.path / "events.log").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+
+    def keep_steps(self, device: str, steps: Sequence[Spent]) -> None:
+        """Where a device's time went, step by step: a line of steps.jsonl for each."""
+        with suppress(OSError), (self.path / "steps.jsonl").open("a") as file:
+            for step, seconds in steps:
+                record = {"device": device, "step": step, **by_name(seconds)}
+                file.write(json.dumps(record) + "\n")
 
     def _cut_log(self, lines: int) -> None:
         """Drop what was logged after the state that a resumed run goes on from."""

@@ -110,7 +110,8 @@ def _work(order: Order, line: _Line, board: Board, payload: int) -> None:
     fingerprints = tuple(team.fingerprints())
     board.enter(Phase.FINISHED)
     board.put(Word.FINISHED, 1)
-    line.send(Done(fingerprints, tuple(board.clock.moments)))
+    clock = board.clock
+    line.send(Done(fingerprints, tuple(clock.moments), tuple(clock.steps)))
     while isinstance(line.next_message()[0], Tell):
         line.send(Result(_pickled(result)))
 
