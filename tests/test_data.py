@@ -82,7 +82,11 @@ def same(a, b):
     )
 
 
-UNITS = [Unit(b, lane, (4 * b + lane, 4 * b + lane + 20)) for b in range(4) for lane in range(4)]
+UNITS = [
+    Unit(b, lane, torch.tensor([4 * b + lane, 4 * b + lane + 20]))
+    for b in range(4)
+    for lane in range(4)
+]
 
 
 def test_background_loaders_give_what_the_worker_itself_would():
@@ -115,7 +119,7 @@ def test_torch_datasets_of_tensors_are_indexed_in_bulk():
 
 
 def loaded_one(dataset):
-    return Loader(dataset, seed=0, epoch=0).load(Unit(0, 0, (3, 1)))
+    return Loader(dataset, seed=0, epoch=0).load(Unit(0, 0, torch.tensor([3, 1])))
 
 
 def test_samples_that_are_dicts_are_one_field():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
@@ -29,14 +29,29 @@ Fields = tuple[Any, ...]
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
+class Key(NamedTuple):
+    """Which unit it is: of which batch, its first lane, and how many samples it has."""
+
+    batch: int
+    lane: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Unit:
     """What is loaded, and run, at once: a lane, a chunk of an evaluation, or (`exact=False`) all
     lanes of a worker. `lane` is the number of its first lane."""
 
     batch: int
     lane: int
-    indices: tuple[int, ...]
+    indices: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.batch, self.lane, len(self))
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,7 @@ class Cut:
     def unit(self, lanes: range) -> Unit:
         """The lanes of a contiguous run as one unit."""
         start, stop = self.lanes[lanes.start].start, self.lanes[lanes.stop - 1].stop
-        return Unit(self.number, lanes.start, tuple(self.indices[start:stop].tolist()))
+        return Unit(self.number, lanes.start, self.indices[start:stop])
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ class Batch(Cut):
     @staticmethod
     def of(cut: Cut, loader: Loader) -> Batch:
         """A cut and what loads it."""
-        return Batch(**{f.name: getattr(cut, f.name) for f in fields(cut)}, loader=loader)
+        return Batch(cut.epoch, cut.number, cut.indices, cut.lanes, cut.costs, cut.key, loader)
 
 
 def check_collate(collate: Any) -> None:
@@ -158,24 +173,26 @@ class Loader:
         if type(dataset) is TensorDataset:
             dataset = Tensors(*dataset.tensors)
         self._source = _Source(dataset, collate or default_collate, seed, epoch)
-        self._stash: dict[Unit, Fields | Failure] = {}
+        self._stash: dict[Key, Fields | Failure] = {}
         self._loaders: Loaders | None = None
         if loaders and not isinstance(dataset, Tensors):
-            self._loaders = Loaders(self._source.try_load, iter(ahead), loaders, cores)
+            requests = ((unit.key, unit.indices.tolist()) for unit in ahead)
+            self._loaders = Loaders(self._source.try_load, requests, loaders, cores)
 
     def load(self, unit: Unit) -> Fields:
         """The fields of one unit, as the loss function gets them."""
         if self._loaders is None:
-            return self._source.load(unit)
-        while unit not in self._stash:
+            return self._source.load(unit.indices)
+        while unit.key not in self._stash:
             loaded = self._loaders.next()
             if loaded is None:
-                return self._source.load(unit)
+                return self._source.load(unit.indices)
             # What is not wanted now may be wanted later, unless another worker has it by then.
-            self._stash[loaded[0]] = loaded[1]
-            if loaded[0].batch > unit.batch:
-                return self._source.load(unit)
-        result = self._stash.pop(unit)
+            (key, _), result = loaded
+            self._stash[key] = result
+            if key.batch > unit.batch:
+                return self._source.load(unit.indices)
+        result = self._stash.pop(unit.key)
         for old in [other for other in self._stash if other.batch < unit.batch]:
             del self._stash[old]
         if isinstance(result, Failure):
@@ -194,20 +211,20 @@ class _Source:
     def __init__(self, dataset: Any, collate: Collate, seed: int, epoch: int) -> None:
         self._dataset, self._collate, self._seed, self._epoch = dataset, collate, seed, epoch
 
-    def try_load(self, unit: Unit) -> Fields | Failure:
+    def try_load(self, request: tuple[Key, list[int]]) -> Fields | Failure:
         """For a background loader: what went wrong is a result too."""
         try:
-            return self.load(unit)
+            return self.load(torch.tensor(request[1]))
         except Exception as error:
             return Failure.capture(error)
 
-    def load(self, unit: Unit) -> Fields:
+    def load(self, indices: torch.Tensor) -> Fields:
         if isinstance(self._dataset, Tensors):
-            if self._dataset.transform is not None:
-                seeds.reseed("unit", self._seed, self._epoch, unit.indices[0])
-            return self._dataset.gather(torch.tensor(unit.indices))
+            if self._dataset.draws:
+                seeds.reseed("unit", self._seed, self._epoch, int(indices[0]))
+            return self._dataset.gather(indices)
         samples = []
-        for index in unit.indices:
+        for index in indices.tolist():
             seeds.reseed("sample", self._seed, self._epoch, index)
             samples.append(self._dataset[index])
         fields = self._collate(samples)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 import torch
@@ -101,6 +101,7 @@ class Standardised:
 
     mean: float = 0.0
     deviation: float = 1.0
+    draws: ClassVar = False  # no random numbers
 
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor

@@ -50,7 +50,7 @@ class Evaluation:
         mine = runs[team.place]
 
         def unit(number: int) -> Unit:
-            return Unit(0, number, tuple(chunks[number]))
+            return Unit(0, number, torch.arange(chunks[number].start, chunks[number].stop))
 
         loader = Loader(
             dataset,
@@ -102,7 +102,7 @@ class Evaluation:
         self._team.board.enter(Phase.EVALUATE, unit.lane)
         fields = to_device(loader.load(unit), self._team.device)
         seeds.reseed("chunk", self._team.seed, unit.lane)
-        seen = Seen(self._model, lambda *a: weighed(self._loss(*a), len(unit.indices)), fields)
+        seen = Seen(self._model, lambda *a: weighed(self._loss(*a), len(unit)), fields)
         return [metric.measure(seen).to(torch.float64) for metric in metrics]
 
     def _exchange(self, chunks: int, shape: Shape) -> Exchange:

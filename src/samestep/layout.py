@@ -3,13 +3,18 @@
     float32   gradient of each parameter, in registration order, each padded to 64 bytes
     float64   gradients of float64 parameters
               float buffers, multiplied by the lane's size
-              sums: loss, weight, size
-              for each parameter: in how many lanes it had a gradient
+              sums: loss, weight
+
+    float64   size
+    (notes)   for each parameter: in how many lanes it had a gradient
               for each float buffer: in how many lanes it changed
               for each element of a small integer buffer: by how much it grew, and the square of
               that, which together tell whether all lanes agree
               for each lane its loss, so that a NaN can be named; the seconds it took and the seat
               of who ran it, so that everyone plans from the same numbers
+
+The notes are whole numbers, or belong to one lane, so their sum is the same in any order: they are
+counted for a worker's whole run of lanes and written once, into its first node.
 
 A parameter without a gradient counts as absent. In a flat vector that is -0.0, the one number
 that changes nothing when it is added, not even the sign of a zero.
@@ -40,7 +45,6 @@ class Sums(NamedTuple):
 
     loss: float
     weight: float
-    size: float
 
 
 class Layout:
@@ -79,19 +83,24 @@ class Layout:
             self._buffer_places.append((end, count))
             end += count
 
+        self.float_buffers_end = end
+        self.sums_end = end + len(Sums._fields)
+
+        # Places in the list of notes.
+        end = 0
+
         def span(count: int) -> slice:
             nonlocal end
             end += count
             return slice(end - count, end)
 
-        self.sums = span(3)
+        self.size = span(1)
         self.presence = span(len(self.parameters))
         self.changed = span(len(self.float_names))
-        small = sum(b.numel() for (_, b), s in zip(integers, self.is_small, strict=True) if s)
-        self.grown, self.grown_squared = span(small), span(small)
+        self.small = sum(b.numel() for (_, b), s in zip(integers, self.is_small, strict=True) if s)
+        self.grown, self.grown_squared = span(self.small), span(self.small)
         self.lane_losses, self.lane_seconds, self.lane_seats = (span(lanes) for _ in range(3))
-        self.by_lane = slice(self.lane_losses.start, end)
-        self.shape = Shape(ends[0], end)
+        self.shape = Shape(ends[0], self.sums_end + end)
 
     @property
     def is_current(self) -> bool:
@@ -99,22 +108,33 @@ class Layout:
         return [parameter.requires_grad for parameter in self.all] == self._wanted
 
     def gradients(self, flat: Flat) -> list[torch.Tensor]:
-        """One view for each parameter, real and in its shape."""
+        """One view for each parameter, real and in its shape; in its order of memory too, where
+        that is without gaps (channels last)."""
         views = []
         for parameter, (double, start, count) in zip(self.parameters, self._places, strict=True):
-            shape = parameter.shape + ((2,) if parameter.is_complex() else ())
-            views.append(flat[double][start : start + count].view(shape))
+            like = as_real(parameter.detach())
+            if is_dense(like):
+                views.append(flat[double][start:].as_strided(like.shape, like.stride()))
+            else:
+                views.append(flat[double][start : start + count].view(like.shape))
         return views
 
     def float_buffers(self, flat: Flat) -> list[torch.Tensor]:
         """One flat view for each float buffer."""
         return [flat.f64[start : start + count] for start, count in self._buffer_places]
 
+    def root(self, flat: Flat) -> tuple[Sums, list[float]]:
+        """The scalars and the notes of a root, on the host."""
+        values = flat.f64[self.float_buffers_end :].tolist()
+        count = len(Sums._fields)
+        return Sums(*values[:count]), values[count:]
+
     def describe(self) -> str:
         """A digest of names, shapes and types: what all workers must agree on."""
         digest = hashlib.sha256(str(self.lanes).encode())
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+            about = tuple(parameter.shape), parameter.stride(), parameter.dtype
+            digest.update(f"{name} {about}\n".encode())
         for name in (*self.float_names, *self.integer_names):
             digest.update(f"{name}\n".encode())
         return digest.hexdigest()
@@ -122,6 +142,20 @@ class Layout:
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill its memory, each place once."""
+    size = 1
+    for stride, length in sorted(
+        (stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        if length == 1:
+            continue
+        if stride != size:
+            return False
+        size *= length
+    return True
 
 
 def tensors_of(model: nn.Module, state: dict[int, Any]) -> Iterator[tuple[str, object]]:

@@ -77,6 +77,12 @@ def makespan(shares: Shares, runs: Runs) -> float:
     )
 
 
+def _least(shares: Shares) -> float:
+    """No plan is done earlier: if lanes could be cut anywhere, and for the longest lane."""
+    speed = sum(1 / pace for pace in shares.paces)
+    return max(sum(shares.costs) / speed, max(shares.costs) * min(shares.paces))
+
+
 class _Able:
     """How far each worker gets from a lane on."""
 
@@ -328,8 +334,10 @@ def _adopted(
         return now, ()
     chance = max(map(_chance, late.values()))
     least = tuple(pace * (1 - chance) for pace in wanted.paces)
-    before, after = partition(force), partition(wanted)
-    if makespan(wanted, after) > makespan(replace(wanted, paces=least), before) * (1 - gain):
+    before = partition(force)
+    worth = makespan(replace(wanted, paces=least), before) * (1 - gain)
+    # Looking for the best plan takes long for a step of a small model; no plan beats the first.
+    if _least(wanted) > worth or makespan(wanted, after := partition(wanted)) > worth:
         return now, ()
     kept = {key: mine for key, mine in now.paces.items() if key != measured.key}
     mine = {**now.paces.get(measured.key, {}), **known}

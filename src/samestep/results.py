@@ -6,6 +6,9 @@ the buffers get their committed values back, so that no lane sees another.
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -38,15 +41,24 @@ class Results:
     ) -> None:
         self.layout, self.exchange = layout, exchange
         self.scratch = Scratch(layout.shape, device)
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[int, _Views] = {}
         self._device = device
         self._root: Flat | None = None
         self._root_views: list[torch.Tensor] = []
-        # A lane's float64 numbers other than gradients, at their places.
-        self._sums = Flat.empty(Shape(0, layout.shape.f64), device)
-        self._averaged = layout.float_buffers(self._sums)
+        # A lane's float buffers in float64, and where they go.
+        self._buffers = torch.zeros(
+            layout.float_buffers_end - layout.gradients_end, dtype=torch.float64, device=device
+        )
         self._floats = _Buffers(model, layout.float_names)
         self._integers = _Buffers(model, layout.integer_names)
+        sizes = [buffer.numel() for buffer in self._floats.committed]
+        self._buffer_views = [
+            self._buffers[end - size : end].view(buffer.shape)
+            for buffer, size, end in zip(
+                self._floats.committed, sizes, accumulate(sizes), strict=True
+            )
+        ]
+        self._notes = _Notes(layout)
 
     def bytes(self, slots: int, workers: int) -> tuple[int, int]:
         """What the root's gradients take here, and what lanes are folded in."""
@@ -61,33 +73,41 @@ class Results:
         self._floats.refresh()
         self._integers.refresh()
 
+    def begin_run(self) -> None:
+        """Before the first lane of a run: nothing is noted yet."""
+        self._notes = _Notes(self.layout)
+
     def write(
         self, flat: Flat, add: bool, lane: int, loss: torch.Tensor, weight: torch.Tensor, size: int
     ) -> None:
         """Write a lane's result to `flat`, or add it to what is there; reset the buffers."""
-        present = self._write_gradients(flat, add)
-        self._take_sums(lane, loss, weight, size, present)
+        notes = self._notes
+        views = self._views_of(flat)
+        present = self._write_gradients(views.gradients, add)
+        loss = loss.to(torch.float64)
+        sums = torch.stack((loss, weight))
+        if add:
+            views.sums.add_(sums)
+        else:
+            views.sums.copy_(sums)
+            views.notes.zero_()
+        notes.losses[lane] = loss
+        notes.size += size
+        notes.presence = [a + b for a, b in zip(notes.presence, present, strict=True)]
         if self._floats.names:
-            self._take_floats(size)
+            self._take_floats(views.buffers, add, size)
         if self._integers.names:
             self._take_integers()
-        start = self.layout.gradients_end
-        target, source = flat.f64[start:], self._sums.f64[start:]
-        target.add_(source) if add else target.copy_(source)
 
     def note(self, flat: Flat, run: range, seconds: list[float], seat: int) -> None:
-        """Note in a run's first node who ran its lanes, and how long each took."""
-        for span, values in (
-            (self.layout.lane_seconds, seconds),
-            (self.layout.lane_seats, [seat + 1.0] * len(run)),
-        ):
-            place = slice(span.start + run.start, span.start + run.stop)
-            flat.f64[place] = flat.f64.new_tensor(values)
+        """Write to a run's first node what was noted of its lanes, who ran them, and how long each
+        took."""
+        values = self._notes.values(run, seconds, seat)
+        self._views_of(flat).notes.copy_(torch.tensor(values, dtype=torch.float64))
 
-    def _write_gradients(self, flat: Flat, add: bool) -> list[bool]:
+    def _write_gradients(self, views: list[torch.Tensor], add: bool) -> list[bool]:
         grads = [parameter.grad for parameter in self.layout.parameters]
         present = [grad is not None for grad in grads]
-        views = self._views_of(flat)
         targets = [view for view, here in zip(views, present, strict=True) if here]
         sources = [as_real(grad) for grad in grads if grad is not None]
         if any(source.is_sparse for source in sources):
@@ -101,22 +121,14 @@ class Results:
                     view.fill_(ABSENT)
         return present
 
-    def _take_sums(
-        self, lane: int, loss: torch.Tensor, weight: torch.Tensor, size: int, present: list[bool]
-    ) -> None:
-        layout, sums = self.layout, self._sums.f64
-        loss = loss.to(torch.float64)
-        sums[layout.sums] = torch.stack([loss, weight, weight.new_tensor(size)])
-        sums[layout.presence] = weight.new_tensor(present)
-        sums[layout.by_lane] = ABSENT
-        sums[layout.lane_losses.start + lane] = loss
-
-    def _take_floats(self, size: int) -> None:
-        changed = self._floats.changed()
-        for target, buffer in zip(self._averaged, self._floats.current(), strict=True):
-            torch.mul(buffer.flatten().to(torch.float64), size, out=target)
-        self._sums.f64[self.layout.changed] = self._sums.f64.new_tensor(changed)
-        self._floats.restore(changed)
+    def _take_floats(self, target: torch.Tensor, add: bool, size: int) -> None:
+        floats, notes = self._floats, self._notes
+        changed = floats.changed()
+        torch._foreach_copy_(self._buffer_views, floats.current())
+        self._buffers.mul_(size)
+        target.add_(self._buffers) if add else target.copy_(self._buffers)
+        notes.changed = [a + b for a, b in zip(notes.changed, changed, strict=True)]
+        floats.restore(changed)
 
     def _take_integers(self) -> None:
         changed, grown = self._integers.changed(), []
@@ -133,18 +145,21 @@ class Results:
                     "buffer (these are averaged)"
                 )
         if grown:
-            values = torch.cat(grown).to(torch.float64)
-            self._sums.f64[self.layout.grown] = values
-            self._sums.f64[self.layout.grown_squared] = values.square()
+            values, notes = torch.cat(grown).tolist(), self._notes
+            notes.grown = [a + b for a, b in zip(notes.grown, values, strict=True)]
+            notes.grown_squared = [
+                a + b * b for a, b in zip(notes.grown_squared, values, strict=True)
+            ]
         self._integers.restore(changed)
 
     # The root
 
-    def agreed_growth(self, tail: torch.Tensor, results: int) -> list[torch.Tensor | None]:
+    def agreed_growth(self, notes: list[float], results: int) -> list[torch.Tensor | None]:
         """By how much each small integer buffer grew, in all lanes alike."""
         if not self._integers.names:
             return []
-        total, squares = tail[self.layout.grown], tail[self.layout.grown_squared]
+        total = torch.tensor(notes[self.layout.grown], dtype=torch.float64)
+        squares = torch.tensor(notes[self.layout.grown_squared], dtype=torch.float64)
         # All values are equal exactly if their variance is zero.
         agree = (squares * results == total.square()).tolist()
         growth: list[torch.Tensor | None] = []
@@ -173,7 +188,8 @@ class Results:
             self._root = Flat.empty(self.layout.shape, self._device)
             self._root_views = self.layout.gradients(self._root)
         torch.div(total.f32, weight, out=self._root.f32)
-        torch.div(total.f64[:end], weight, out=self._root.f64[:end])
+        if end:
+            torch.div(total.f64[:end], weight, out=self._root.f64[:end])
         for parameter, view, here in zip(
             self.layout.parameters, self._root_views, present, strict=True
         ):
@@ -184,12 +200,12 @@ class Results:
             parameter.grad = grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
 
     def commit_buffers(
-        self, total: Flat, tail: torch.Tensor, size: float, growth: list[torch.Tensor | None]
+        self, total: Flat, notes: list[float], growth: list[torch.Tensor | None]
     ) -> None:
         """Float buffers become the average over all samples, integer ones what all agreed on."""
         if not self._floats.names and not growth:
             return
-        changed = tail[self.layout.changed].tolist()
+        changed, (size,) = notes[self.layout.changed], notes[self.layout.size]
         averages = self.layout.float_buffers(total)
         for i, (average, count) in enumerate(zip(averages, changed, strict=True)):
             if count:
@@ -199,11 +215,54 @@ class Results:
                 committed = self._integers.committed[i]
                 self._integers.commit(i, committed + grown.to(committed.device))
 
-    def _views_of(self, flat: Flat) -> list[torch.Tensor]:
+    def gradients_of(self, flat: Flat) -> list[torch.Tensor]:
+        """One view for each parameter."""
+        return self._views_of(flat).gradients
+
+    def _views_of(self, flat: Flat) -> _Views:
         key = flat.f64.data_ptr()
         if key not in self._views:
-            self._views[key] = self.layout.gradients(flat)
+            layout, f64 = self.layout, flat.f64
+            self._views[key] = _Views(
+                layout.gradients(flat),
+                f64[layout.gradients_end : layout.float_buffers_end],
+                f64[layout.float_buffers_end : layout.sums_end],
+                f64[layout.sums_end :],
+            )
         return self._views[key]
+
+
+class _Views(NamedTuple):
+    """The parts of a flat vector: for each parameter its gradient, and the rest."""
+
+    gradients: list[torch.Tensor]
+    buffers: torch.Tensor
+    sums: torch.Tensor
+    notes: torch.Tensor
+
+
+class _Notes:
+    """What is noted of the lanes of one run."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._lanes = layout.lanes
+        self.size = 0
+        self.presence = [0] * len(layout.parameters)
+        self.changed = [0] * len(layout.float_names)
+        self.grown: list[int] = [0] * layout.small
+        self.grown_squared: list[int] = [0] * layout.small
+        self.losses: dict[int, torch.Tensor] = {}
+
+    def values(self, run: range, seconds: list[float], seat: int) -> list[float]:
+        """The notes at their places (see `Layout`)."""
+        losses, times, seats = ([ABSENT] * self._lanes for _ in range(3))
+        found = torch.stack(tuple(self.losses.values())).tolist()
+        for lane, loss in zip(self.losses, found, strict=True):
+            losses[lane] = loss
+        times[run.start : run.stop] = seconds
+        seats[run.start : run.stop] = [seat + 1.0] * len(run)
+        counts = [self.size, *self.presence, *self.changed, *self.grown, *self.grown_squared]
+        return [*counts, *losses, *times, *seats]
 
 
 def all_buffers(model: nn.Module) -> _Buffers:
@@ -214,12 +273,10 @@ def all_buffers(model: nn.Module) -> _Buffers:
 class Gradients:
     """The root's gradients, to be given to the parameters, or part by part."""
 
-    def __init__(self, built: Results, total: Flat, weight: float, tail: torch.Tensor) -> None:
+    def __init__(self, built: Results, total: Flat, weight: float, notes: list[float]) -> None:
         self._built, self._total, self._weight = built, total, weight
-        self._present = [bool(count) for count in tail[built.layout.presence].tolist()]
-        views = zip(
-            built.layout.parameters, built.layout.gradients(total), self._present, strict=True
-        )
+        self._present = [bool(count) for count in notes[built.layout.presence]]
+        views = zip(built.layout.parameters, built.gradients_of(total), self._present, strict=True)
         self._views = {id(parameter): view for parameter, view, here in views if here}
         self._coefficient: torch.Tensor | None = None
 
@@ -291,17 +348,21 @@ class _Buffers:
 
     def restore(self, changed: list[bool] | None = None) -> None:
         """Put the committed values back."""
-        for i, here in enumerate(self.changed() if changed is None else changed):
-            if here:
-                self._set(i)
+        which = self.changed() if changed is None else changed
+        self._set([i for i, here in enumerate(which) if here])
 
     def commit(self, i: int, value: torch.Tensor) -> None:
         self.committed[i].copy_(value.view(self.committed[i].shape))
-        self._set(i)
+        self._set([i])
 
-    def _set(self, i: int) -> None:
-        module, key = self._places[i]
+    def _set(self, numbers: list[int]) -> None:
+        if not numbers:
+            return
         with torch.no_grad():
-            self._tensors[i].copy_(self.committed[i])
-        if getattr(module, key) is not self._tensors[i]:
-            setattr(module, key, self._tensors[i])
+            torch._foreach_copy_(
+                [self._tensors[i] for i in numbers], [self.committed[i] for i in numbers]
+            )
+        for i in numbers:
+            module, key = self._places[i]
+            if getattr(module, key) is not self._tensors[i]:
+                setattr(module, key, self._tensors[i])

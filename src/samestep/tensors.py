@@ -56,8 +56,14 @@ class Tensors(Dataset[tuple[Any, ...]]):
 
     def gather(self, indices: torch.Tensor) -> tuple[Any, ...]:
         """The samples at `indices`, each field as one tensor."""
-        fields = tuple(item[indices] for item in self.fields)
+        fields = tuple(item.index_select(0, indices.to(item.device)) for item in self.fields)
         return fields if self.transform is None else tuple(self.transform(*fields))
+
+    @property
+    def draws(self) -> bool:
+        """Whether its transform may draw random numbers. One with `draws = False` says it does
+        not, and saves the time that setting the generators for it takes."""
+        return self.transform is not None and getattr(self.transform, "draws", True)
 
     def first(self, count: int) -> Tensors:
         """The first `count` samples; no data is copied."""

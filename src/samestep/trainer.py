@@ -178,19 +178,18 @@ class Trainer:
         batch, built, total = self._batch, self._built, self._total
         self._batch = self._total = None
         self._board.enter(Phase.UPDATE)
-        tail = total.f64.cpu()
-        sums = Sums(*tail[built.layout.sums].tolist())
-        self._check_sums(sums, tail[built.layout.lane_losses].tolist())
+        sums, notes = built.layout.root(total)
+        self._check_sums(sums, notes[built.layout.lane_losses])
         results = len(batch.lanes) if self._team.exact else sum(map(bool, self._runs))
-        grown = built.agreed_growth(tail, results)
-        gradients = Gradients(built, total, sums.weight, tail)
+        grown = built.agreed_growth(notes, results)
+        gradients = Gradients(built, total, sums.weight, notes)
         if self._clip_norm is not None:
             self._clip(gradients, self._clip_norm)
         self._store.step(gradients)
-        built.commit_buffers(total, tail, sums.size, grown)
+        built.commit_buffers(total, notes, grown)
         if self._team.loop != self._loop:
             self._loop, self._loss_sum, self._weight_sum = self._team.loop, 0.0, 0.0
-        self._observe(batch, built, tail)
+        self._observe(batch, built, notes)
         self._loss_sum += sums.loss
         self._weight_sum += sums.weight
         loss = sums.loss / sums.weight
@@ -210,6 +209,7 @@ class Trainer:
         assert batch is not None
         assert built is not None
         tree = Tree(run, len(batch.lanes), built.exchange.slot, built.scratch)
+        built.begin_run()
         seconds: list[float] = []
         with self._arithmetic.deterministic_kernels():
             for unit in self._team.units(batch, run):
@@ -219,11 +219,11 @@ class Trainer:
         if run:
             built.note(built.exchange.slot(run.start), run, seconds, self._team.number)
 
-    def _observe(self, batch: Batch, built: Results, tail: torch.Tensor) -> None:
+    def _observe(self, batch: Batch, built: Results, notes: list[float]) -> None:
         """Hand on what the root says of who ran which lane, and how long it took."""
         lanes = len(batch.lanes)
-        seats = [int(seat) - 1 for seat in tail[built.layout.lane_seats].tolist()[:lanes]]
-        seconds = tail[built.layout.lane_seconds].tolist()[:lanes]
+        seats = [int(seat) - 1 for seat in notes[built.layout.lane_seats][:lanes]]
+        seconds = notes[built.layout.lane_seconds][:lanes]
         self._team.observe(self._runs, batch, self._number, seats, seconds)
 
     def _give_back(self, size: int) -> None:
@@ -240,7 +240,7 @@ class Trainer:
         """One lane: nothing but (weights, step, lane) may have a part in its result. Returns its
         seconds, below 0 where they are not what later ones will take."""
         team, board, began = self._team, self._board, time.perf_counter()
-        size = len(unit.indices)
+        size = len(unit)
         is_fresh = size not in self._seen_sizes
         board.put(Word.FRESH, is_fresh)
         board.enter(Phase.DATA, unit.lane)
@@ -258,14 +258,14 @@ class Trainer:
                 if seen is None
                 else seen.run(self._loss, self.model, *fields)
             )
-            loss, weight = weighed(result, len(unit.indices))
+            loss, weight = weighed(result, size)
         if not loss.requires_grad:
             raise LossError("loss: does not depend on any parameter that requires a gradient")
         loss.backward()  # type: ignore[no-untyped-call]
         if seen is not None:
             seen.see(unit.lane, loss, weight, self.model)
         flat, add = tree.leaf(unit.lane)
-        built.write(flat, add, unit.lane, loss.detach(), weight, len(unit.indices))
+        built.write(flat, add, unit.lane, loss.detach(), weight, size)
         tree.fold(unit.lane)
         team.pause(began)
         self._seen_sizes.add(size)
@@ -356,7 +356,7 @@ class Trainer:
 
         def lane() -> torch.Tensor:
             with self._arithmetic.autocast():
-                return weighed(self._loss(self.model, *fields), len(unit.indices))[0]
+                return weighed(self._loss(self.model, *fields), len(unit))[0]
 
         with seeds.undisturbed():
             seeds.reseed("lane", team.seed, team.step, unit.lane)

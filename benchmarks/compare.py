@@ -1,0 +1,321 @@
+"""samestep and its peers on the same jobs, in one run, interleaved in rounds.
+
+    python benchmarks/compare.py [--rounds N] [--out FOLDER] [JOB ...]
+
+All contenders of a job are started once, then take turns of a few steps each, round after round, in
+an order that is turned round by round; who is not at its turn blocks. So a noisy neighbour hits all
+alike, and compiling is not measured. What is reported is the median of the rounds and their spread.
+Writes FOLDER/compare.json and FOLDER/compare.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from contenders import LAUNCHERS, WORKERS
+from jobs import JOBS
+
+HERE = Path(__file__).parent
+START_S = 400  # for the slowest start, compiling included
+TURN_S = 1000
+PACKAGES = ("torch", "accelerate", "lightning-fabric", "deepspeed", "ray", "transformers")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is compared: a function of contenders.py, its options, and in how many processes."""
+
+    title: str
+    function: str
+    processes: int
+    options: tuple[str, ...] = ()
+    is_compiled: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.function == "samestep"
+
+
+def ours(workers: int, lanes: int, compile: int = 0, exact: int = 1) -> Contender:
+    plural = "" if workers == 1 else "s"
+    title = f"samestep, {workers} worker{plural}, {lanes} lane{'' if lanes == 1 else 's'}"
+    options = f"workers={workers}", f"lanes={lanes}", f"compile={compile}", f"exact={exact}"
+    return Contender(
+        title if exact else f"{title}, exact=False", "samestep", workers, options, bool(compile)
+    )
+
+
+EAGER = (
+    Contender("plain PyTorch, one process, two threads", "plain", 1),
+    Contender("DDP over gloo", "ddp", WORKERS),
+    Contender("Accelerate", "accelerate", WORKERS),
+    Contender("Lightning Fabric", "fabric", WORKERS),
+    Contender("DeepSpeed", "deepspeed", WORKERS),
+    Contender("Ray Train", "ray", WORKERS),
+    Contender("from scratch (ss.scratch)", "scratch", 1),
+    ours(1, 8),
+    ours(1, 1),
+    ours(2, 8),
+    ours(2, 2),
+    ours(2, 8, exact=0),
+)
+COMPILED = (
+    Contender("plain PyTorch, one process, two threads", "plain", 1, ("compile=1",), True),
+    Contender("DDP over gloo", "ddp", WORKERS, ("compile=1",), True),
+    ours(1, 8, compile=1),
+    ours(2, 8, compile=1),
+    ours(2, 2, compile=1),
+    ours(2, 8, compile=1, exact=0),
+)
+NOT_FOR = {  # what the tutorials' loop does not do: buffers, and losses with weights of their own
+    "scratch": ("resnet18", "transformer"),
+}
+
+PORT_OPTION = {"deepspeed": "--master_port", "accelerate": "--main_process_port"}
+
+
+@dataclass
+class Found:
+    """What one contender did: seconds of each turn, and its losses (at the start of the
+    measurement and at its end)."""
+
+    contender: Contender
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+class Actor:
+    """A contender's processes."""
+
+    def __init__(self, contender: Contender, job: str, folder: Path) -> None:
+        self.contender, self._folder = contender, folder
+        self._line = str(folder / "line")
+        self._listener = Listener(self._line, family="AF_UNIX")
+        self._lines: list[Connection] = []
+        port = PORT_OPTION.get(contender.function)
+        command = [
+            *LAUNCHERS[contender.function], *([f"{port}={free_port()}"] if port else []), str(HERE / "contenders.py"), contender.function, job,
+            self._line, *contender.options,
+        ]  # fmt: skip
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "2" if contender.function in ("plain", "scratch")
+            else "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "RAY_TRAIN_V2_ENABLED": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        with open(folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=folder,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def meet(self) -> None:
+        """Wait until all its processes are there."""
+        until = time.monotonic() + START_S
+        self._listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        found: dict[int, Connection] = {}
+        while len(found) < self.contender.processes:
+            try:
+                line = self._listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(self._last_words()) from None
+                continue
+            number, _ = line.recv()
+            found[number] = line
+        self._lines = [found[number] for number in sorted(found)]
+
+    def turn(self, steps: int) -> float:
+        """Have it do `steps` steps; seconds from the first one's start to the last one's end."""
+        answers = self._ask(steps)
+        return max(end for _, end in answers) - min(began for began, _ in answers)
+
+    def loss(self) -> float:
+        return float(self._ask("check")[0])
+
+    def _ask(self, order: object) -> list[object]:
+        for line in self._lines:
+            line.send(order)
+        answers = []
+        for line in self._lines:
+            if not line.poll(TURN_S):
+                raise RuntimeError("did not come to the end of its turn")
+            try:
+                answers.append(line.recv())
+            except (EOFError, ConnectionError):
+                raise RuntimeError(self._last_words()) from None
+        return answers
+
+    def _last_words(self) -> str:
+        lines = (self._folder / "log").read_text(errors="replace").strip().splitlines()
+        return "could not be run: " + " | ".join(lines[-3:])[-400:]
+
+    def close(self) -> None:
+        for line in self._lines:
+            try:
+                line.send(None)
+            except OSError:
+                pass
+            line.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._listener.close()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def stage(contenders: tuple[Contender, ...], job: str) -> Iterator[tuple[list[Actor], list[Found]]]:
+    """Start contenders, one after the other so that they do not hold each other up."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        actors, found = [], [Found(contender) for contender in contenders]
+        for i, contender in enumerate(contenders):
+            place = Path(folder, str(i))
+            place.mkdir()
+            actor = Actor(contender, job, place)
+            stack.callback(actor.close)
+            try:
+                actor.meet()
+                actors.append(actor)
+            except RuntimeError as error:
+                found[i].error = str(error)
+                print((place / "log").read_text() if os.environ.get("BENCH_LOUD") else "")
+                print(f"  {contender.title}: {error}", file=sys.stderr)
+        yield actors, found
+
+
+def measure(job: str, contenders: tuple[Contender, ...], rounds: int, warm: int) -> list[Found]:
+    """Turns in rounds, after `warm` turns that are not counted."""
+    steps = JOBS[job].steps
+    with stage(contenders, job) as (actors, found):
+        by_title = {f.contender.title: f for f in found}
+        for turn in range(-warm, rounds):
+            # Turned round, so that nobody always comes after the same one.
+            for actor in actors[turn % len(actors) :] + actors[: turn % len(actors)]:
+                mine = by_title[actor.contender.title]
+                if mine.error:
+                    continue
+                try:
+                    seconds = actor.turn(steps)
+                    if turn >= 0:
+                        mine.seconds.append(seconds)
+                    if turn in (-1, rounds - 1):
+                        mine.losses.append(actor.loss())
+                except RuntimeError as error:
+                    mine.error = str(error)
+    return found
+
+
+# Tables
+
+
+def speed(job: str, found: Found) -> list[float]:
+    return [JOBS[job].steps * JOBS[job].batch / seconds for seconds in found.seconds]
+
+
+def table(job: str, found: list[Found]) -> list[str]:
+    """A Markdown table: samples per second, and that over the best peer's, by round and overall."""
+    there = [f for f in found if f.seconds]
+    peers = [f for f in there if not f.contender.is_ours]
+    best = max(peers, key=lambda f: statistics.median(speed(job, f)))
+    wanted = statistics.median([f.losses[-1] for f in peers])
+    lines = [
+        "| | processes | samples/s, median (lowest to highest) | of the best peer | loss after "
+        "the first and last turn |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for f in found:
+        if not f.seconds:
+            lines.append(f"| {f.contender.title} | {f.contender.processes} | {f.error} | | |")
+            continue
+        mine = speed(job, f)
+        ratio = statistics.median(mine) / statistics.median(speed(job, best))
+        far = abs(f.losses[-1] - wanted) / wanted
+        losses = ", ".join(f"{loss:.4f}" for loss in f.losses)
+        if far > JOBS[job].close:
+            losses += f" (**{100 * far:.0f} % off**)"
+        lines.append(
+            f"| {f.contender.title} | {f.contender.processes} | {statistics.median(mine):,.0f} "
+            f"({min(mine):,.0f} to {max(mine):,.0f}) | {ratio:.3f} | {losses} |"
+        )
+    return lines
+
+
+def machine() -> dict[str, str]:
+    with open("/proc/cpuinfo") as file:
+        model = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return {
+        "machine": f"{os.cpu_count()} cores, {model}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--only", default="", help="contenders whose title has one of these words")
+    parser.add_argument("--kind", choices=("eager", "compiled"))
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    chosen = parser.parse_args()
+    unknown = [job for job in chosen.jobs if job not in JOBS]
+    if unknown:
+        parser.error(f"JOB {', '.join(unknown)}: must be one of {', '.join(JOBS)}")
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    facts = machine()
+    text = [f"{facts['machine']}; Python {facts['python']}; {facts['versions']}.", ""]
+    record = {**facts, "rounds": chosen.rounds, "jobs": {}}
+    for job in chosen.jobs or JOBS:
+        for kind, contenders in (("eager", EAGER), ("compiled", COMPILED)):
+            if chosen.kind not in (None, kind):
+                continue
+            words = [word for word in chosen.only.split(",") if word]
+            picked = tuple(
+                c
+                for c in contenders
+                if job not in NOT_FOR.get(c.function, ())
+                and (not words or any(word in c.title for word in words))
+            )
+            found = measure(job, picked, chosen.rounds, chosen.warm)
+            part = [f"### {JOBS[job].title}, {kind}", "", *table(job, found), ""]
+            print("\n".join(part), flush=True)
+            text += part
+            record["jobs"][f"{job} {kind}"] = [asdict(f) for f in found]
+            (chosen.out / "compare.md").write_text("\n".join(text))
+            (chosen.out / "compare.json").write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
