@@ -52,6 +52,54 @@ def convolution(team, steps=12):
     return fit(team, model, optimizer, cross_entropy, images(99), steps, 47).fingerprint()
 
 
+def lenet(team, batch_size=47):
+    """Run with channels last."""
+    model = ss.models.lenet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    data = images(120, size=28, classes=10)
+    return fit(team, model, optimizer, cross_entropy, data, 5, batch_size, clip_norm=1.0)
+
+
+def lenet_print(team):
+    return lenet(team).fingerprint()
+
+
+class Viewing(nn.Module):
+    """Wants memory in the usual order after a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 6, 3), nn.Linear(384, 5)
+
+    def forward(self, x):
+        return self.last(self.conv(x).relu().view(len(x), 384))
+
+
+def viewing(team):
+    model = Viewing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fit(team, model, optimizer, cross_entropy, images(99), 5, 47).fingerprint()
+
+
+def costly(team):
+    """Samples of different lengths, given by what they cost; like ones share a lane."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 17, (120,), generator=generator)
+    tokens = torch.randint(0, 30, (120, 16), generator=generator)
+    data = ss.data.Tensors(
+        tokens, lengths, transform=lambda x, n: (x[:, : int(n.max())], n), cost=lengths
+    )
+    model = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30))
+
+    def loss(model, tokens, lengths):
+        is_there = torch.arange(tokens.shape[1]) < lengths[:, None]
+        losses = F.cross_entropy(model(tokens).transpose(1, 2), tokens, reduction="none")
+        return (losses * is_there).sum(), is_there.sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fit(team, model, optimizer, loss, data, 12, 50).fingerprint()
+
+
 def residual(team):
     model = ss.models.resnet18()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

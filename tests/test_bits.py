@@ -33,9 +33,12 @@ def everywhere(main, teams=TEAMS, **options):
 
 @pytest.mark.parametrize(
     "main",
-    [jobs.mlp, jobs.convolution, jobs.residual, jobs.encoder, jobs.half, jobs.rosy, jobs.augmented],
+    [
+        jobs.mlp, jobs.convolution, jobs.lenet_print, jobs.viewing, jobs.costly, jobs.residual,
+        jobs.encoder, jobs.half, jobs.rosy, jobs.augmented,
+    ],
     ids=lambda main: main.__name__,
-)
+)  # fmt: skip
 def test_same_on_any_team(main):
     everywhere(main)
 

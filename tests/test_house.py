@@ -17,9 +17,9 @@ ORDER = [
     "errors", "devices", "lanes", "plan", "seeds", "clock", "timings", "board", "barrier",
     "processes", "payload", "failure", "tensors", "datasets", "loaders", "data", "metrics",
     "exchange", "exchange.shared_memory", "exchange.collectives", "layout", "results", "tree",
-    "state", "stores", "memory", "checkpoint", "contract", "loss", "checks", "evaluation",
-    "trainer", "settings", "course", "team", "models", "scratch", "messages", "lazy_dynamo",
-    "worker", "forkserver", "supervise", "watch", "console", "runs", "launcher", "torchrun",
+    "state", "stores", "memory", "checkpoint", "contract", "loss", "channels", "checks",
+    "evaluation", "trainer", "settings", "course", "team", "models", "scratch", "messages",
+    "lazy_dynamo", "worker", "forkserver", "supervise", "watch", "console", "runs", "launcher", "torchrun",
     "launch", "replay", "prove", "cli",
 ]  # fmt: skip
 

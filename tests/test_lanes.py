@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from samestep.exchange import add_tree
-from samestep.lanes import Node, cut, depth, fused, nodes, reduction, share
+from samestep.lanes import Node, arranged, cut, depth, fused, nodes, reduction, share
 from samestep.tree import Tree
 
 
@@ -126,3 +126,14 @@ def test_fused_runs_are_added_from_left_to_right():
     plan = fused((range(3), range(3, 3), range(3, 8)))
     assert plan.owners == ((0,), (), (3,))
     assert plan.additions == ((0, 3),)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 12))
+def test_like_samples_share_a_lane(costs, count):
+    lanes = cut(len(costs), count)
+    places = arranged(costs, lanes)
+    assert sorted(places) == list(range(len(costs)))
+    held = [sorted(costs[places[i]] for i in lane) for lane in lanes]
+    # The cheapest, the dearest, the second cheapest, and so on.
+    in_order = held[0::2] + held[1::2][::-1]
+    assert [cost for lane in in_order for cost in lane] == sorted(costs)

@@ -19,7 +19,7 @@ from samestep import seeds
 from samestep.datasets import fashion_mnist, mnist, shapes
 from samestep.errors import UsageError
 from samestep.failure import Failure
-from samestep.lanes import cut
+from samestep.lanes import arranged, cut
 from samestep.loaders import Loaders
 from samestep.tensors import Tensors
 
@@ -77,8 +77,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of a dataset with `samples` samples, as global batches. The order depends on
-    (seed, epoch) alone."""
+    """One epoch of a dataset with `samples` samples, as global batches. Which samples a batch has
+    depends on (seed, epoch) alone; their order in it also on what they cost."""
 
     samples: int
     batch_size: int
@@ -106,6 +106,8 @@ class Epoch:
             costs = tuple(float(len(lane)) for lane in lanes)
             return Cut(self.number, batch, indices, lanes, costs, str(len(lanes[0])))
         each = [float(self.cost(index)) for index in indices.tolist()]
+        places = arranged(each, lanes)
+        indices, each = indices[torch.tensor(places)], [each[place] for place in places]
         costs = tuple(sum(each[lane.start : lane.stop]) for lane in lanes)
         if not all(0 < cost < math.inf for cost in costs):
             raise UsageError(

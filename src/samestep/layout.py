@@ -66,6 +66,10 @@ class Layout:
         self.is_small = [b.numel() <= _SMALL and not b.is_complex() for _, b in integers]
         self.lanes = lanes
 
+        self._strides = [
+            real.stride() if is_dense(real) else torch.empty(real.shape, device="meta").stride()
+            for real in (as_real(parameter.detach()) for parameter in self.parameters)
+        ]
         self._places: list[tuple[bool, int, int]] = []
         ends = [0, 0]
         for parameter in self.parameters:
@@ -110,14 +114,12 @@ class Layout:
     def gradients(self, flat: Flat) -> list[torch.Tensor]:
         """One view for each parameter, real and in its shape; in its order of memory too, where
         that is without gaps (channels last)."""
-        views = []
-        for parameter, (double, start, count) in zip(self.parameters, self._places, strict=True):
-            like = as_real(parameter.detach())
-            if is_dense(like):
-                views.append(flat[double][start:].as_strided(like.shape, like.stride()))
-            else:
-                views.append(flat[double][start : start + count].view(like.shape))
-        return views
+        return [
+            flat[double][start:].as_strided(as_real(parameter.detach()).shape, stride)
+            for parameter, (double, start, _), stride in zip(
+                self.parameters, self._places, self._strides, strict=True
+            )
+        ]
 
     def float_buffers(self, flat: Flat) -> list[torch.Tensor]:
         """One flat view for each float buffer."""
@@ -132,8 +134,8 @@ class Layout:
     def describe(self) -> str:
         """A digest of names, shapes and types: what all workers must agree on."""
         digest = hashlib.sha256(str(self.lanes).encode())
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            about = tuple(parameter.shape), parameter.stride(), parameter.dtype
+        for name, parameter, stride in zip(self.names, self.parameters, self._strides, strict=True):
+            about = tuple(parameter.shape), stride, parameter.dtype
             digest.update(f"{name} {about}\n".encode())
         for name in (*self.float_names, *self.integer_names):
             digest.update(f"{name}\n".encode())

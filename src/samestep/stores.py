@@ -288,7 +288,7 @@ class Sharded:
         fence()
         weights = self._weights[chunk.parameter][chunk.start : chunk.stop]
         parameter = self._parameters[chunk.parameter]
-        weights.copy_(parameter.detach().view(-1)[chunk.start : chunk.stop])
+        weights.copy_(parameter.detach().reshape(-1)[chunk.start : chunk.stop])
         weights.grad = gradients.part(parameter, chunk.start, chunk.stop).to("cpu", weights.dtype)
         state = self._state(chunk) if exists else self._state_before(chunk)
         group = self._optimizer.param_groups[self._groups[chunk.parameter]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ class Tensors(Dataset[tuple[Any, ...]]):
     """Samples from tensors of equal length: `Tensors(images, labels)`.
 
     `transform(*fields)` is applied to a whole lane at once, after indexing: for example turning
-    bytes into floats. The tensors must not be changed afterwards; all workers share them.
+    bytes into floats. The tensors must not be changed afterwards; all workers share them. `cost`
+    is one number for each sample, where these differ in what they cost (the number of its tokens,
+    say): then like samples share a lane, and lanes are shared out by cost.
 
     >>> len(Tensors(torch.zeros(5, 2), torch.zeros(5)))
     5
     """
 
-    def __init__(self, *fields: Any, transform: Transform | None = None) -> None:
+    def __init__(self, *fields: Any, transform: Transform | None = None, cost: Any = None) -> None:
         if not fields:
             raise UsageError("Tensors: needs at least one tensor, for example Tensors(x, y)")
         tensors = [torch.as_tensor(item).detach() for item in fields]
@@ -44,6 +47,13 @@ class Tensors(Dataset[tuple[Any, ...]]):
             )
         self.fields = tuple(_hold(tensor) for tensor in tensors)
         self.transform = transform
+        costs = None if cost is None else torch.as_tensor(cost)
+        if costs is not None and costs.shape != (len(self),):
+            raise UsageError(
+                f"Tensors: cost must be one number for each of the {len(self)} samples, got the "
+                f"shape {tuple(costs.shape)}"
+            )
+        self.cost: Callable[[int], float] | None = None if costs is None else _Costs(costs)
 
     def __len__(self) -> int:
         return len(self.fields[0])
@@ -69,7 +79,18 @@ class Tensors(Dataset[tuple[Any, ...]]):
         """The first `count` samples; no data is copied."""
         part = Tensors.__new__(Tensors)
         part.fields, part.transform = tuple(f[:count] for f in self.fields), self.transform
+        part.cost = self.cost
         return part
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What each sample costs."""
+
+    values: torch.Tensor
+
+    def __call__(self, index: int) -> float:
+        return float(self.values[index])
 
 
 def _hold(tensor: torch.Tensor) -> torch.Tensor:

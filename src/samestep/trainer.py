@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from samestep import seeds
 from samestep.board import Phase, Word, kind_of
+from samestep.channels import ChannelsLast
 from samestep.checks import check_model, check_optimizer
 from samestep.contract import TrainersTeam
 from samestep.data import Batch, Collate, Unit, check_collate, to_device
@@ -109,6 +110,7 @@ class Trainer:
         self._total: Flat | None = None
         self._loop, self._loss_sum, self._weight_sum = 0, 0.0, 0.0
         self._seen_sizes: set[Any] = set()
+        self._channels: ChannelsLast | None = None  # until the model is built
         self._store_kind = store
         self._store: Store = Replicated(optimizer)  # until the model is built
         if self.is_built:
@@ -205,13 +207,14 @@ class Trainer:
 
     def _run_lanes(self, run: range) -> None:
         """Run lanes of the present batch and fold their results into nodes."""
-        batch, built = self._batch, self._built
+        batch, built, channels = self._batch, self._built, self._channels
         assert batch is not None
         assert built is not None
+        assert channels is not None
         tree = Tree(run, len(batch.lanes), built.exchange.slot, built.scratch)
         built.begin_run()
         seconds: list[float] = []
-        with self._arithmetic.deterministic_kernels():
+        with self._arithmetic.deterministic_kernels(), channels.lanes():
             for unit in self._team.units(batch, run):
                 count = 1 if self._team.exact else len(run)
                 seconds += [self._run(built, tree, batch, unit) / count] * count
@@ -416,11 +419,18 @@ class Trainer:
 
     def _build(self, batch: Batch | None = None) -> Results:
         """The layout and its buffers; made anew when other parameters want gradients."""
-        if self._built is not None and self._built.layout.is_current:
-            return self._built
         if not self.is_built and batch is not None:
             self._initialise_lazy(batch)
-        layout = Layout(self.model, self._team.lanes)
+        if self._channels is None:
+            self._channels = ChannelsLast(self.model, self._team.device)
+        if batch is not None and not self._channels.is_settled:
+            self._board.put(Word.FRESH, 1)
+            if not self._channels.settle(lambda: self._try_out(batch)):
+                self._built = None
+        if self._built is not None and self._built.layout.is_current:
+            return self._built
+        with self._channels.lanes():
+            layout = Layout(self.model, self._team.lanes)
         described = layout.describe()
         # Weights are compared where they are what `main` made them, and nothing else.
         is_new = self._team.step == 0 and not self._team.has_skipped
@@ -470,6 +480,17 @@ class Trainer:
             f"{prefix}clip_norm, precision, compile": ", ".join(map(str, settings)),
             f"code of {prefix}loss": digest_of_code(self._plain_loss),
         }
+
+    def _try_out(self, batch: Batch) -> None:
+        """The forward pass of lane 0, as if it had not been."""
+        fields = to_device(batch.loader.load(batch.unit(range(1))), self._team.device)
+        buffers = all_buffers(self.model)
+        with seeds.undisturbed(), torch.no_grad(), self._arithmetic.autocast():
+            seeds.reseed("lane", self._team.seed, self._team.step, 0)
+            try:
+                self._plain_loss(self.model, *fields)
+            finally:
+                buffers.restore()
 
     def _initialise_lazy(self, batch: Batch) -> None:
         """Let lazy modules see lane 0, on every worker with the same random numbers."""
