@@ -14,41 +14,22 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
-from contenders import LAUNCHERS, WORKERS
+from stage import Actor, Contender
+
 from jobs import JOBS
 
-HERE = Path(__file__).parent
-START_S = 400  # for the slowest start, compiling included
-TURN_S = 1000
+WORKERS = 2
+
 PACKAGES = ("torch", "accelerate", "lightning-fabric", "deepspeed", "ray", "transformers")
-
-
-@dataclass(frozen=True)
-class Contender:
-    """What is compared: a function of contenders.py, its options, and in how many processes."""
-
-    title: str
-    function: str
-    processes: int
-    options: tuple[str, ...] = ()
-    is_compiled: bool = False
-
-    @property
-    def is_ours(self) -> bool:
-        return self.function == "samestep"
 
 
 def ours(workers: int, lanes: int, compile: int = 0, exact: int = 1) -> Contender:
@@ -86,8 +67,6 @@ NOT_FOR = {  # what the tutorials' loop does not do: buffers, and losses with we
     "scratch": ("resnet18", "transformer"),
 }
 
-PORT_OPTION = {"deepspeed": "--master_port", "accelerate": "--main_process_port"}
-
 
 @dataclass
 class Found:
@@ -98,99 +77,6 @@ class Found:
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     error: str = ""
-
-
-class Actor:
-    """A contender's processes."""
-
-    def __init__(self, contender: Contender, job: str, folder: Path) -> None:
-        self.contender, self._folder = contender, folder
-        self._line = str(folder / "line")
-        self._listener = Listener(self._line, family="AF_UNIX")
-        self._lines: list[Connection] = []
-        port = PORT_OPTION.get(contender.function)
-        command = [
-            *LAUNCHERS[contender.function], *([f"{port}={free_port()}"] if port else []), str(HERE / "contenders.py"), contender.function, job,
-            self._line, *contender.options,
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "2" if contender.function in ("plain", "scratch")
-            else "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-            "RAY_TRAIN_V2_ENABLED": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
-        with open(folder / "log", "wb") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def meet(self) -> None:
-        """Wait until all its processes are there."""
-        until = time.monotonic() + START_S
-        self._listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-        found: dict[int, Connection] = {}
-        while len(found) < self.contender.processes:
-            try:
-                line = self._listener.accept()
-            except TimeoutError:
-                if self._process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(self._last_words()) from None
-                continue
-            number, _ = line.recv()
-            found[number] = line
-        self._lines = [found[number] for number in sorted(found)]
-
-    def turn(self, steps: int) -> float:
-        """Have it do `steps` steps; seconds from the first one's start to the last one's end."""
-        answers = self._ask(steps)
-        return max(end for _, end in answers) - min(began for began, _ in answers)
-
-    def loss(self) -> float:
-        return float(self._ask("check")[0])
-
-    def _ask(self, order: object) -> list[object]:
-        for line in self._lines:
-            line.send(order)
-        answers = []
-        for line in self._lines:
-            if not line.poll(TURN_S):
-                raise RuntimeError("did not come to the end of its turn")
-            try:
-                answers.append(line.recv())
-            except (EOFError, ConnectionError):
-                raise RuntimeError(self._last_words()) from None
-        return answers
-
-    def _last_words(self) -> str:
-        lines = (self._folder / "log").read_text(errors="replace").strip().splitlines()
-        return "could not be run: " + " | ".join(lines[-3:])[-400:]
-
-    def close(self) -> None:
-        for line in self._lines:
-            try:
-                line.send(None)
-            except OSError:
-                pass
-            line.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self._listener.close()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

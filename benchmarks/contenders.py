@@ -3,7 +3,7 @@
     python contenders.py NAME JOB LINE [OPTION=VALUE ...]
 
 Every process opens the LINE to who asks, then trains when it is asked to, and blocks in between.
-The launchers in front (torchrun and so on) are in `LAUNCHERS`.
+stage.py has the launchers in front (torchrun and so on).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from jobs import JOBS, SEED, Job
 
-WORKERS = 2
+WORKERS = int(os.environ.get("BENCH_WORKERS", "2"))
 
 
 def serve(line: str, number: int, step: Callable[[], float], check: Callable[[], float]) -> None:
@@ -95,10 +95,10 @@ def scratch(job: Job, line: str) -> None:
 
     import samestep as ss
 
-    torch.set_num_threads(WORKERS)
+    torch.set_num_threads(2)
     model = job.fresh_model()
     names = [name for name, _ in model.named_parameters()]
-    devices = ["cpu"] * WORKERS
+    devices = ["cpu"] * 2
     copies = [ss.scratch.get_params(list(model.parameters()), device) for device in devices]
     (lr,) = {group["lr"] for group in job.optimizer(model.parameters()).param_groups}
     data, batches = parts(job, 0, 1)
@@ -241,6 +241,7 @@ def ray(job_name: str, line: str) -> None:
 def ray_worker(config: dict[str, str]) -> None:
     import ray.train
     import ray.train.torch
+
     from jobs import JOBS
 
     job = JOBS[config["job"]]
@@ -289,28 +290,6 @@ def train(team: Any, job: Job, line: str, compile: bool) -> None:
 
     each = batches()
     serve(line, team.number, lambda: trainer.step(next(each)), lambda: job.mean_loss(model, data))
-
-
-# How each is started
-
-_PYTHON = [sys.executable]
-_BIN = Path(sys.executable).parent
-LAUNCHERS: dict[str, list[str]] = {
-    "plain": _PYTHON,
-    "scratch": _PYTHON,
-    "ddp": [str(_BIN / "torchrun"), "--standalone", f"--nproc-per-node={WORKERS}"],
-    "accelerate": [
-        str(_BIN / "accelerate"), "launch", "--multi_gpu", f"--num_processes={WORKERS}",
-        "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
-        "--num_cpu_threads_per_process=1",
-    ],
-    "fabric": [
-        str(_BIN / "fabric"), "run", "--accelerator=cpu", "--strategy=ddp", f"--devices={WORKERS}",
-    ],
-    "deepspeed": [str(_BIN / "deepspeed"), f"--num_accelerators={WORKERS}"],
-    "ray": _PYTHON,
-    "samestep": _PYTHON,
-}  # fmt: skip
 
 
 def main(name: str, job: str, line: str, *options: str) -> None:

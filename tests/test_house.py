@@ -19,7 +19,8 @@ ORDER = [
     "exchange", "exchange.shared_memory", "exchange.collectives", "layout", "results", "tree",
     "state", "stores", "memory", "checkpoint", "contract", "loss", "channels", "checks",
     "evaluation", "trainer", "settings", "course", "team", "models", "scratch", "messages",
-    "lazy_dynamo", "worker", "forkserver", "supervise", "watch", "console", "runs", "launcher", "torchrun",
+    "lazy_dynamo", "worker", "forkserver", "supervise", "watch", "console", "runs", "launcher",
+    "torchrun",
     "launch", "replay", "prove", "cli",
 ]  # fmt: skip
 
