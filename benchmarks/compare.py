@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from stage import Actor, Contender
@@ -49,6 +49,8 @@ EAGER = (
     Contender("DeepSpeed", "deepspeed", WORKERS),
     Contender("Ray Train", "ray", WORKERS),
     Contender("from scratch (ss.scratch)", "scratch", 1),
+    Contender("control: plain PyTorch, one thread", "plain", 1, ("threads=1",)),
+    Contender("control: two of those, which do not speak to each other", "strangers", WORKERS),
     ours(1, 8),
     ours(1, 1),
     ours(2, 8),
@@ -131,7 +133,7 @@ def speed(job: str, found: Found) -> list[float]:
 def table(job: str, found: list[Found]) -> list[str]:
     """A Markdown table: samples per second, and that over the best peer's, by round and overall."""
     there = [f for f in found if f.seconds]
-    peers = [f for f in there if not f.contender.is_ours]
+    peers = [f for f in there if f.contender.is_peer]
     best = max(peers, key=lambda f: statistics.median(speed(job, f)))
     wanted = statistics.median([f.losses[-1] for f in peers])
     lines = [
@@ -145,7 +147,8 @@ def table(job: str, found: list[Found]) -> list[str]:
             continue
         mine = speed(job, f)
         ratio = statistics.median(mine) / statistics.median(speed(job, best))
-        far = abs(f.losses[-1] - wanted) / wanted
+        is_apart = f.contender.function == "strangers"
+        far = 0.0 if is_apart else abs(f.losses[-1] - wanted) / wanted
         losses = ", ".join(f"{loss:.4f}" for loss in f.losses)
         if far > JOBS[job].close:
             losses += f" (**{100 * far:.0f} % off**)"
@@ -153,13 +156,60 @@ def table(job: str, found: list[Found]) -> list[str]:
             f"| {f.contender.title} | {f.contender.processes} | {statistics.median(mine):,.0f} "
             f"({min(mine):,.0f} to {max(mine):,.0f}) | {ratio:.3f} | {losses} |"
         )
+    return [*lines, "", *ratios(job, there)]
+
+
+def ratios(job: str, found: list[Found]) -> list[str]:
+    """What is compared round by round: in one round the machine is the same for both."""
+    speeds = {f.contender.title: speed(job, f) for f in found}
+    two, fused = "samestep, 2 workers, 8 lanes", "samestep, 2 workers, 8 lanes, exact=False"
+    processes = {f.contender.title: f.contender.processes for f in found if f.contender.is_peer}
+    wanted = [
+        ("two workers, 8 lanes / twice one worker", two, "samestep, 1 worker, 8 lanes", 2),
+        (
+            "two workers, 2 lanes / twice one worker, 1 lane",
+            "samestep, 2 workers, 2 lanes",
+            "samestep, 1 worker, 1 lane",
+            2,
+        ),
+        (
+            "the same of the controls",
+            "control: two of those, which do not speak to each other",
+            "control: plain PyTorch, one thread",
+            2,
+        ),
+        ("exact, 8 lanes / exact=False", two, fused, 1),
+        ("exact, 2 lanes / exact=False", "samestep, 2 workers, 2 lanes", fused, 1),
+    ]
+    pairs = [title for title, count in processes.items() if count == WORKERS]
+    if pairs:
+        best = max(pairs, key=lambda title: statistics.median(speeds[title]))
+        wanted += [
+            (f"two workers, {lanes} lanes / best of two processes ({best})", title, best, 1)
+            for lanes, title in ((8, two), (2, "samestep, 2 workers, 2 lanes"))
+        ]
+    lines = []
+    for name, above, below, times in wanted:
+        if above in speeds and below in speeds:
+            each = [a / b / times for a, b in zip(speeds[above], speeds[below], strict=False)]
+            lines.append(
+                f"- {name}: by round {statistics.median(each):.3f} "
+                f"({min(each):.3f} to {max(each):.3f})"
+            )
     return lines
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def machine() -> dict[str, str]:
     with open("/proc/cpuinfo") as file:
         model = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return {
         "machine": f"{os.cpu_count()} cores, {model}",
         "python": platform.python_version(),

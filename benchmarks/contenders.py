@@ -73,6 +73,8 @@ def pinned(number: int) -> None:
 def plain(job: Job, line: str, compile: bool = False, threads: int = 2) -> None:
     """One process: the tutorial's loop."""
     torch.set_num_threads(threads)
+    if threads == 1:
+        pinned(0)
     model = job.fresh_model()
     optimizer = job.optimizer(model.parameters())
     data, batches = parts(job, 0, 1)
@@ -87,6 +89,26 @@ def plain(job: Job, line: str, compile: bool = False, threads: int = 2) -> None:
         return loss.item()
 
     serve(line, 0, step, lambda: job.mean_loss(model, data))
+
+
+def strangers(job: Job, line: str) -> None:
+    """A control: each process trains on its half, and they never speak to each other. What this
+    machine's cores give when both are used."""
+    number = int(os.environ["RANK"])
+    pinned(number)
+    model = job.fresh_model()
+    optimizer = job.optimizer(model.parameters())
+    data, batches = parts(job, number, WORKERS)
+
+    def step() -> float:
+        fields, weight = next(batches)
+        optimizer.zero_grad()
+        loss = mean(job.loss(model, *fields), weight)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    serve(line, number, step, lambda: job.mean_loss(model, data))
 
 
 def scratch(job: Job, line: str) -> None:

@@ -29,6 +29,7 @@ def launcher(function: str, processes: int) -> list[str]:
     several = [f"--nproc-per-node={processes}"]
     return {
         "ddp": [str(_BIN / "torchrun"), "--standalone", *several],
+        "strangers": [str(_BIN / "torchrun"), "--standalone", *several],
         # The only way that `accelerate launch` has for several processes on CPUs without MPI.
         "accelerate": [
             str(_BIN / "accelerate"), "launch", "--multi_gpu", f"--num_processes={processes}",
@@ -67,9 +68,14 @@ class Contender:
         return self.function == "samestep"
 
     @property
+    def is_peer(self) -> bool:
+        """Not one of ours, and not a control."""
+        return not self.is_ours and "control" not in self.title
+
+    @property
     def threads(self) -> int:
         """Of each of its processes."""
-        return 2 if self.function in ("plain", "scratch") else 1
+        return 2 if self.function in ("plain", "scratch") and "threads=1" not in self.options else 1
 
 
 class Actor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "compiled",
     "evaluating",
     "is_out_of_memory",
+    "once_per_machine",
     "weighed",
 ]
 
@@ -69,6 +72,26 @@ def compiled(loss: Loss) -> Loss:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     made: Loss = torch.compile(loss, dynamic=False)
     return made
+
+
+@contextlib.contextmanager
+def once_per_machine() -> Iterator[None]:
+    """For what may have to be compiled: one worker does it, on all cores, and the others find its
+    code in the compiler's cache. The kernel takes the lock from who dies."""
+    import fcntl
+
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    pins = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    with open(Path(cache_dir()) / "samestep.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if pins is not None:
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        try:
+            yield
+        finally:
+            if pins is not None:
+                os.sched_setaffinity(0, pins)
 
 
 class Arithmetic:

@@ -9,6 +9,7 @@ Until the commit a step has had no effect.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import math
@@ -24,6 +25,7 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from samestep import seeds
 from samestep.board import Phase, Word, kind_of
@@ -51,6 +53,7 @@ from samestep.loss import (
     compiled,
     evaluating,
     is_out_of_memory,
+    once_per_machine,
     weighed,
 )
 from samestep.memory import count_buffers, count_saved, peak, predict
@@ -244,11 +247,33 @@ class Trainer:
         seconds, below 0 where they are not what later ones will take."""
         team, board, began = self._team, self._board, time.perf_counter()
         size = len(unit)
-        is_fresh = size not in self._seen_sizes
-        board.put(Word.FRESH, is_fresh)
+        board.put(Word.FRESH, size not in self._seen_sizes)
         board.enter(Phase.DATA, unit.lane)
         fields = to_device(batch.loader.load(unit), team.device)
+        # Each shape is compiled by itself.
+        kind = (size, *_shapes(fields)) if self._compiles else size
+        is_fresh = kind not in self._seen_sizes
+        board.put(Word.FRESH, is_fresh)
         board.enter(Phase.LANE, unit.lane)
+        with once_per_machine() if is_fresh and self._compiles else contextlib.nullcontext():
+            loss, weight = self._differentiate(built, fields, unit)
+        flat, add = tree.leaf(unit.lane)
+        built.write(flat, add, unit.lane, loss, weight, size)
+        tree.fold(unit.lane)
+        team.pause(began)
+        self._seen_sizes |= {size, kind}
+        seconds = time.perf_counter() - began
+        # The longest of late, slowly forgotten: what a hang is measured by.
+        longest = board.get(board.me, Word.LANE_US) * 63 // 64
+        board.put(Word.LANE_US, max(int(seconds * 1e6), longest))
+        return -seconds if is_fresh else seconds
+
+    def _differentiate(
+        self, built: Results, fields: tuple[Any, ...], unit: Unit
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A lane's forward and backward pass, under its random numbers and with fresh gradients.
+        Returns the sum of its losses, and their weight."""
+        team = self._team
         seeds.reseed("lane", team.seed, team.step, unit.lane)
         for parameter in built.layout.all:
             parameter.grad = None
@@ -261,22 +286,13 @@ class Trainer:
                 if seen is None
                 else seen.run(self._loss, self.model, *fields)
             )
-            loss, weight = weighed(result, size)
+            loss, weight = weighed(result, len(unit))
         if not loss.requires_grad:
             raise LossError("loss: does not depend on any parameter that requires a gradient")
         loss.backward()  # type: ignore[no-untyped-call]
         if seen is not None:
             seen.see(unit.lane, loss, weight, self.model)
-        flat, add = tree.leaf(unit.lane)
-        built.write(flat, add, unit.lane, loss.detach(), weight, size)
-        tree.fold(unit.lane)
-        team.pause(began)
-        self._seen_sizes.add(size)
-        seconds = time.perf_counter() - began
-        # The longest of late, slowly forgotten: what a hang is measured by.
-        longest = board.get(board.me, Word.LANE_US) * 63 // 64
-        board.put(Word.LANE_US, max(int(seconds * 1e6), longest))
-        return -seconds if is_fresh else seconds
+        return loss.detach(), weight
 
     def _check_sums(self, sums: Sums, lane_losses: list[float]) -> None:
         step = self._team.step
@@ -498,6 +514,11 @@ class Trainer:
         seeds.reseed("lazy", self._team.seed)
         with evaluating(self.model), torch.no_grad(), self._arithmetic.autocast():
             self._plain_loss(self.model, *fields)
+
+
+def _shapes(fields: Any) -> list[torch.Size]:
+    """The shapes of all tensors, however they are nested."""
+    return [leaf.shape for leaf in tree_leaves(fields) if isinstance(leaf, torch.Tensor)]
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
