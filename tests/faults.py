@@ -114,6 +114,13 @@ class Fault:
         if early and team.position.step == STRUCK and self.once("early"):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def let_catch_up(self, team):
+        """A replacement is slower to come than a few steps take: the others wait for it."""
+        until = time.monotonic() + 5
+        if self.point == "while a replacement catches up" and team.position.step == STRUCK + 1:
+            while not Path(self.folder, "fired").exists() and time.monotonic() < until:
+                time.sleep(0.002)
+
     def is_armed(self, kind):
         return self.kind == kind and os.path.exists(f"{self.folder}/armed {kind}")
 
@@ -181,6 +188,7 @@ def train(team, fault=None, loaders=0, pace=0.0):
             if fault is not None:
                 fault.at("before the first step", team, team.position.step == 0)
                 fault.kill_another(team)
+                fault.let_catch_up(team)
                 if team.position.step == 2 and team.number == fault.seat:  # one has been asked for
                     fault.at("while a checkpoint is written", team, fault.is_writing())
             trainer.backward(batch)

@@ -170,6 +170,7 @@ def test_many_kills(tmp_path):
     """Each worker dies now and then, at random moments; replacements find the state where it is."""
 
     def trouble(team, trainer):
+        time.sleep(0.01)  # a replacement is back within some ten steps
         if not team.catching_up and team.number and team.position.step % 11 == 3 * team.number:
             mark = tmp_path / f"{team.number} {team.position.step}"
             if not mark.exists():
