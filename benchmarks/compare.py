@@ -59,7 +59,8 @@ EAGER = (
 )
 COMPILED = (
     Contender("plain PyTorch, one process, two threads", "plain", 1, ("compile=1",), True),
-    Contender("DDP over gloo", "ddp", WORKERS, ("compile=1",), True),
+    Contender("DDP over gloo, module compiled", "ddp", WORKERS, ("compile=1",), True),
+    Contender("DDP over gloo, wrapper compiled", "ddp", WORKERS, ("compile=1", "outer=1"), True),
     ours(1, 8, compile=1),
     ours(2, 8, compile=1),
     ours(2, 2, compile=1),

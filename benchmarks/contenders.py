@@ -141,24 +141,26 @@ def scratch(job: Job, line: str) -> None:
     serve(line, 0, step, check)
 
 
-def ddp(job: Job, line: str, compile: bool = False) -> None:
-    """torchrun, gloo. The inner module is compiled, as torch's documentation advises."""
+def ddp(job: Job, line: str, compile: bool = False, outer: int = 0) -> None:
+    """torchrun, gloo. Torch's documentation has two ways of compiling: the inner module, or the
+    wrapper with the loss."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     number, workers = dist.get_rank(), dist.get_world_size()
     pinned(number)
     inner = job.fresh_model()
-    if compile:
+    if compile and not outer:
         inner.compile()
     model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=True)
     optimizer = job.optimizer(model.parameters())
     data, batches = parts(job, number, workers)
+    loss_of = torch.compile(job.loss) if outer else job.loss
 
     def step() -> float:
         fields, weight = next(batches)
         optimizer.zero_grad()
-        loss = mean(job.loss(model, *fields), weight)
+        loss = mean(loss_of(model, *fields), weight)
         loss.backward()
         optimizer.step()
         return loss.item()

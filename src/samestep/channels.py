@@ -28,7 +28,7 @@ class ChannelsLast:
     """The convolutions of one model. Whether they can be run so is settled by trying: code that
     wants memory in the usual order, such as `x.view(...)` after a convolution, fails then."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, compiles: bool = False) -> None:
         weights = [
             module.weight
             for module in model.modules()
@@ -37,9 +37,13 @@ class ChannelsLast:
             and module.weight.dtype == torch.float32
             and module.weight.is_contiguous()
         ]
-        few = device.type == "cpu" and sum(weight.numel() for weight in weights) <= _MOST
+        few = sum(weight.numel() for weight in weights) <= _MOST
         # By identity: a weight may be used in two places.
-        self._weights = list({id(weight): weight for weight in weights}.values()) if few else []
+        self._weights = (
+            list({id(weight): weight for weight in weights}.values())
+            if few and device.type == "cpu" and not compiles
+            else []
+        )
         self._copies = [
             torch.empty_like(weight, memory_format=torch.channels_last, requires_grad=False)
             for weight in self._weights

@@ -438,7 +438,8 @@ class Trainer:
         if not self.is_built and batch is not None:
             self._initialise_lazy(batch)
         if self._channels is None:
-            self._channels = ChannelsLast(self.model, self._team.device)
+            # Compiled code orders memory as it likes: it was slower with channels last.
+            self._channels = ChannelsLast(self.model, self._team.device, self._compiles)
         if batch is not None and not self._channels.is_settled:
             self._board.put(Word.FRESH, 1)
             if not self._channels.settle(lambda: self._try_out(batch)):
