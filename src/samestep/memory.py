@@ -1,7 +1,7 @@
 """What a worker's memory is for: predicted before a training, measured after it.
 
 weights      parameters and buffers
-gradients    those of the lane that runs, and the root's where the whole of it is kept
+gradients    those of the lane that runs, and the root's; large ones take turns in the same memory
 tree         what lanes are folded in, this worker's nodes, and its part of the sum
 optimizer    its state, and what a store needs to change it safely
 lane         what is saved for the backward pass of one lane; measured: its peak
@@ -20,6 +20,7 @@ from torch import nn
 
 from samestep.exchange import Flat, Shape
 from samestep.layout import Layout
+from samestep.results import held_gradients
 from samestep.stores import CHUNK, chunks_of, owners, schema
 from samestep.tree import Tree
 
@@ -49,7 +50,7 @@ def predict(
     scratch, slots = count_buffers(runs[place], lanes)
     return {
         "weights": bytes_of([*model.parameters(), *model.buffers()]),
-        "gradients": gradients + (result if store == "replicated" else 0),
+        "gradients": held_gradients(gradients, result, store),
         "tree": result * (scratch + slots) + (result // len(runs) if len(runs) > 1 else 0),
         "optimizer": _optimizer(optimizer, store, len(runs), place),
         "lane": saved,

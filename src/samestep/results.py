@@ -16,6 +16,16 @@ from samestep.errors import BufferDiffers, LossError
 from samestep.exchange import Exchange, Flat, Shape
 from samestep.layout import ABSENT, Layout, as_real
 
+_KEPT = 1 << 20  # bytes of a root up to which its memory is kept from step to step
+
+
+def held_gradients(lane: int, root: int, store: str) -> int:
+    """The bytes of the gradients of the lane that runs, and of the root where the whole of it is
+    given to the optimizer: large ones take turns in the same memory."""
+    if store != "replicated":
+        return lane
+    return lane + root if root < _KEPT else max(lane, root)
+
 
 class Scratch:
     """A worker's own buffers, made when first asked for."""
@@ -43,8 +53,7 @@ class Results:
         self.scratch = Scratch(layout.shape, device)
         self._views: dict[int, _Views] = {}
         self._device = device
-        self._root: Flat | None = None
-        self._root_views: list[torch.Tensor] = []
+        self._root: Flat | None = None  # where the root's gradients go, if they are few
         # A lane's float buffers in float64, and where they go.
         self._buffers = torch.zeros(
             layout.float_buffers_end - layout.gradients_end, dtype=torch.float64, device=device
@@ -60,11 +69,15 @@ class Results:
         ]
         self._notes = _Notes(layout)
 
-    def bytes(self, slots: int, workers: int) -> tuple[int, int]:
-        """What the root's gradients take here, and what lanes are folded in."""
-        result = self.layout.shape.f32 * 4 + self.layout.shape.f64 * 8
-        shared = slots * result + (result // workers if workers > 1 else 0)
-        return (0 if self._root is None else result), len(self.scratch) * result + shared
+    @property
+    def result_bytes(self) -> int:
+        """What one result takes: a lane's, a node, or the root."""
+        return self.layout.shape.f32 * 4 + self.layout.shape.f64 * 8
+
+    def tree_bytes(self, slots: int, workers: int) -> int:
+        """What lanes are folded in here."""
+        shared = slots + 1 / workers if workers > 1 else slots
+        return int((len(self.scratch) + shared) * self.result_bytes)
 
     # One lane
 
@@ -184,15 +197,20 @@ class Results:
     def give_gradients(self, total: Flat, weight: float, present: list[bool]) -> None:
         """`.grad` of each parameter from the root: one division, by the global weight."""
         end = self.layout.gradients_end
-        if self._root is None:
-            self._root = Flat.empty(self.layout.shape, self._device)
-            self._root_views = self.layout.gradients(self._root)
-        torch.div(total.f32, weight, out=self._root.f32)
+        root = self._root or Flat(
+            torch.empty(self.layout.shape.f32, dtype=torch.float32, device=self._device),
+            torch.empty(self.layout.shape.f64, dtype=torch.float64, device=self._device),
+        )
+        if self.result_bytes < _KEPT:
+            self._root, views = root, self._views_of(root).gradients
+        else:
+            # The next lane drops these gradients before its forward pass, which then has their
+            # memory: so it is not taken twice.
+            views = self.layout.gradients(root)
+        torch.div(total.f32, weight, out=root.f32)
         if end:
-            torch.div(total.f64[:end], weight, out=self._root.f64[:end])
-        for parameter, view, here in zip(
-            self.layout.parameters, self._root_views, present, strict=True
-        ):
+            torch.div(total.f64[:end], weight, out=root.f64[:end])
+        for parameter, view, here in zip(self.layout.parameters, views, present, strict=True):
             if not here:
                 parameter.grad = None
                 continue

@@ -59,7 +59,7 @@ from samestep.loss import (
 from samestep.memory import count_buffers, count_saved, peak, predict
 from samestep.metrics import Metric
 from samestep.payload import digest_of_code
-from samestep.results import Gradients, Results, all_buffers
+from samestep.results import Gradients, Results, all_buffers, held_gradients
 from samestep.state import capture, restore
 from samestep.stores import STORES, Replicated, Store, check
 from samestep.timings import shares
@@ -389,7 +389,6 @@ class Trainer:
         for parameter in built.layout.all:
             parameter.grad = None
         _, slots = count_buffers(run, len(batch.lanes))
-        root, tree = built.bytes(slots, team.size)
         predicted = predict(
             self.model, self.optimizer, built.layout, self._store_kind, runs, team.place,
             len(batch.lanes), saved,
@@ -398,8 +397,8 @@ class Trainer:
             "predicted": predicted,
             "measured": {
                 "weights": predicted["weights"],
-                "gradients": lane_gradients + root,
-                "tree": tree,
+                "gradients": held_gradients(lane_gradients, built.result_bytes, self._store_kind),
+                "tree": built.tree_bytes(slots, team.size),
                 "optimizer": self._store.bytes(),
                 "lane": max(0, grown[0] - lane_gradients),
             },
