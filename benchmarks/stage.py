@@ -136,16 +136,16 @@ class Actor:
         return float(self._ask("check")[0])
 
     def _ask(self, order: object) -> list[Any]:
-        for line in self._lines:
-            line.send(order)
         answers = []
-        for line in self._lines:
-            if not line.poll(TURN_S):
-                raise RuntimeError("did not come to the end of its turn")
-            try:
+        try:
+            for line in self._lines:
+                line.send(order)
+            for line in self._lines:
+                if not line.poll(TURN_S):
+                    raise RuntimeError("did not come to the end of its turn")
                 answers.append(line.recv())
-            except (EOFError, ConnectionError):
-                raise RuntimeError(self._last_words()) from None
+        except (EOFError, OSError):
+            raise RuntimeError(self._last_words()) from None
         return answers
 
     def _last_words(self) -> str:
