@@ -83,3 +83,12 @@ def test_a_try_that_runs_out_of_memory_decides_nothing():
         raise MemoryError
 
     assert channels.settle(attempt)
+
+
+def test_a_weight_that_is_computed_is_not_computed_by_looking():
+    model = Second()
+    torch.nn.utils.parametrizations.spectral_norm(model.conv)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert ChannelsLast(model, CPU).is_settled
+    assert before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -29,13 +29,18 @@ class ChannelsLast:
     wants memory in the usual order, such as `x.view(...)` after a convolution, fails then."""
 
     def __init__(self, model: nn.Module, device: torch.device, compiles: bool = False) -> None:
-        weights = [
-            module.weight
+        # Not by the attribute: one that is computed (a parametrization) would be computed by that.
+        found = [
+            module._parameters.get("weight")
             for module in model.modules()
             if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
-            and type(module.weight) is nn.Parameter
-            and module.weight.dtype == torch.float32
-            and module.weight.is_contiguous()
+        ]
+        weights = [
+            weight
+            for weight in found
+            if type(weight) is nn.Parameter
+            and weight.dtype == torch.float32
+            and weight.is_contiguous()
         ]
         few = sum(weight.numel() for weight in weights) <= _MOST
         # By identity: a weight may be used in two places.
