@@ -36,9 +36,7 @@ def ours(workers: int, lanes: int, compile: int = 0, exact: int = 1) -> Contende
     plural = "" if workers == 1 else "s"
     title = f"samestep, {workers} worker{plural}, {lanes} lane{'' if lanes == 1 else 's'}"
     options = f"workers={workers}", f"lanes={lanes}", f"compile={compile}", f"exact={exact}"
-    return Contender(
-        title if exact else f"{title}, exact=False", "samestep", workers, options, bool(compile)
-    )
+    return Contender(title if exact else f"{title}, exact=False", "samestep", workers, options)
 
 
 EAGER = (
@@ -58,9 +56,9 @@ EAGER = (
     ours(2, 8, exact=0),
 )
 COMPILED = (
-    Contender("plain PyTorch, one process, two threads", "plain", 1, ("compile=1",), True),
-    Contender("DDP over gloo, module compiled", "ddp", WORKERS, ("compile=1",), True),
-    Contender("DDP over gloo, wrapper compiled", "ddp", WORKERS, ("compile=1", "outer=1"), True),
+    Contender("plain PyTorch, one process, two threads", "plain", 1, ("compile=1",)),
+    Contender("DDP over gloo, module compiled", "ddp", WORKERS, ("compile=1",)),
+    Contender("DDP over gloo, wrapper compiled", "ddp", WORKERS, ("compile=1", "outer=1")),
     ours(1, 8, compile=1),
     ours(2, 8, compile=1),
     ours(2, 2, compile=1),

@@ -30,7 +30,6 @@ WORKERS = (1, 2, 3, 4, 6, 8, 12, 16)
 LANES = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000,
               100_000_000)  # fmt: skip
-KINDS = ("compute", "data", "waiting", "exchange", "update")
 
 
 class Counted:

@@ -61,7 +61,6 @@ class Contender:
     function: str
     processes: int
     options: tuple[str, ...] = ()
-    is_compiled: bool = False
 
     @property
     def is_ours(self) -> bool:

@@ -70,12 +70,12 @@ class Layout:
             real.stride() if is_dense(real) else torch.empty(real.shape, device="meta").stride()
             for real in (as_real(parameter.detach()) for parameter in self.parameters)
         ]
-        self._places: list[tuple[bool, int, int]] = []
+        self._places: list[tuple[bool, int]] = []
         ends = [0, 0]
         for parameter in self.parameters:
             double = parameter.dtype in (torch.float64, torch.complex128)
             count = parameter.numel() * (2 if parameter.is_complex() else 1)
-            self._places.append((double, ends[double], count))
+            self._places.append((double, ends[double]))
             step = _ALIGN // (8 if double else 4)
             ends[double] += -(-count // step) * step
 
@@ -116,7 +116,7 @@ class Layout:
         that is without gaps (channels last)."""
         return [
             flat[double][start:].as_strided(as_real(parameter.detach()).shape, stride)
-            for parameter, (double, start, _), stride in zip(
+            for parameter, (double, start), stride in zip(
                 self.parameters, self._places, self._strides, strict=True
             )
         ]

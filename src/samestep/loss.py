@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,18 @@ def compiled(loss: Loss) -> Loss:
 
 
 @contextlib.contextmanager
-def once_per_machine() -> Iterator[None]:
-    """For what may have to be compiled: one worker does it, on all cores, and the others find its
+def once_per_machine(cores: Sequence[int]) -> Iterator[None]:
+    """For what may have to be compiled: one worker does it, on all `cores`, and the others find its
     code in the compiler's cache. The kernel takes the lock from who dies."""
     import fcntl
 
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    pins = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    pins = os.sched_getaffinity(0) if cores and hasattr(os, "sched_getaffinity") else None
     with open(Path(cache_dir()) / "samestep.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if pins is not None:
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+            os.sched_setaffinity(0, cores)
         try:
             yield
         finally:

@@ -89,6 +89,11 @@ class Team:
         return self._settings.lanes
 
     @property
+    def cores(self) -> tuple[int, ...]:
+        """The cores that the launch may use; none, if its workers are not pinned."""
+        return self._settings.cores
+
+    @property
     def seed(self) -> int:
         """The seed of the run."""
         return self._settings.seed

@@ -255,7 +255,8 @@ class Trainer:
         is_fresh = kind not in self._seen_sizes
         board.put(Word.FRESH, is_fresh)
         board.enter(Phase.LANE, unit.lane)
-        with once_per_machine() if is_fresh and self._compiles else contextlib.nullcontext():
+        compiling = once_per_machine(team.cores) if is_fresh and self._compiles else None
+        with compiling or contextlib.nullcontext():
             loss, weight = self._differentiate(built, fields, unit)
         flat, add = tree.leaf(unit.lane)
         built.write(flat, add, unit.lane, loss, weight, size)
