@@ -132,7 +132,7 @@ def speed(job: str, found: Found) -> list[float]:
 def table(job: str, found: list[Found]) -> list[str]:
     """A Markdown table: samples per second, and that over the best peer's, by round and overall."""
     there = [f for f in found if f.seconds]
-    peers = [f for f in there if f.contender.is_peer]
+    peers = [f for f in there if f.contender.is_peer] or there  # with --only there may be none
     best = max(peers, key=lambda f: statistics.median(speed(job, f)))
     wanted = statistics.median([f.losses[-1] for f in peers])
     lines = [
